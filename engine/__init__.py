@@ -1,0 +1,1 @@
+"""Forward passes: models bound to their regions, paged attention, KV blocks, batching, sampling."""

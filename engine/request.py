@@ -1,0 +1,98 @@
+"""What the engine is asked and what it answers: plain data, no torch, so that every room may import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Defaults are the OpenAI API's; `temperature` 0 is greedy.
+
+    Sampling is a pure function of `(seed, position)`: a rerun or a resumption repeats it exactly.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer, as OpenAI defines it
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_tokens: frozenset[int] = frozenset()  # the answer ends before any of these
+    logprobs: int | None = None  # how many alternatives to report at each position; None: no logprobs at all
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to continue. `answer` holds tokens already delivered before a worker died; it is continued."""
+
+    id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token, before temperature and filters, and the likeliest alternatives."""
+
+    logprob: float
+    top: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request took part in its first forward pass."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of a request; `index` is the place of the first of them in its answer.
+
+    `finish` set means that this is the last word on the request: its KV blocks are free again. A stop token is
+    not delivered. `tokens` may then be empty.
+    """
+
+    request: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The engine could not go on with a request (a defect, or memory): its KV blocks are free again."""
+
+    request: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvWanted:
+    """A model's batch would use `frames` KV frames in all, more than it was granted; it goes on with less."""
+
+    model: str
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvReleased:
+    """Answer to every change of a KV grant: the model holds at most `frames` KV frames from now on."""
+
+    model: str
+    frames: int
+    epoch: int
+
+
+EngineReport = Started | Tokens | RequestFailed | KvWanted | KvReleased

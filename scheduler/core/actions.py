@@ -1,0 +1,98 @@
+"""What the scheduler wants done: imperative. Whoever runs the core carries them out in order.
+
+An asynchronous action carries an epoch; its completion comes back with the same one. A completion with another epoch
+than the one awaited speaks of a world that is gone: it frees what it held and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reason = Literal[
+    "model_not_found",
+    "queue_full",
+    "no_memory",  # it cannot fit: too large, or what is pinned leaves too little
+    "pinned",  # evict of a pinned model
+    "load_failed",
+    "timeout",  # its deadline passed while it waited
+    "removed",
+    "draining",
+    "engine_failed",  # given by the live driver, not by the core
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PageIn:
+    group: str
+    model: str
+    first: int
+    last: int  # exclusive
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageOut:
+    group: str
+    model: str
+    keep: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKv:
+    group: str
+    model: str
+    frames: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    request: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop a running request; its Finished still comes."""
+
+    request: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A request or job was not admitted. Its last word."""
+
+    id: str
+    reason: Reason
+    message: str
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """An admitted request or job ends without its result. Its last word."""
+
+    id: str
+    reason: Reason
+    message: str
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job (load, evict, pin, unpin) is done. Its last word."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a Tick at this time, unless an earlier one is asked for later."""
+
+    at: float
+
+
+Action = PageIn | PageOut | GrantKv | Serve | Cancel | Reject | Fail | Done | WakeAt

@@ -1,0 +1,178 @@
+"""What the live driver needs from below and offers above, so that both sides can be faked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from engine.request import GenerationRequest, Tokens
+from swapper.pager import SourceBytes
+from worker.protocol import AddModel, Cancel, GrantKv, Heartbeat, PageIn, PageOut, RemoveModel, Report, Serve
+
+GroupCommand = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Serve | Cancel
+
+# ---- below: a group of workers
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUp:
+    """The group's workers are ready and empty. Models must be added again."""
+
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """The group is gone; the client is restarting it. Nothing posted before will be answered."""
+
+    message: str
+
+
+class GroupClient(Protocol):
+    """One group of workers. It restarts them itself when they die or hang."""
+
+    name: str
+
+    def post(self, commands: Sequence[GroupCommand]) -> None:
+        """Send commands to every rank, in order, without waiting. Dropped while the group is down."""
+
+    def subscribe(self, sink: Callable[[Sequence[Report | GroupUp | GroupLost]], None]) -> None:
+        """Call `sink` on the event loop with every report, in order. After GroupLost no report of before comes.
+
+        Called once, before `start`. A report of several ranks comes once, when the last rank has sent it.
+        """
+
+    async def start(self) -> None:
+        """Start the workers; GroupUp follows. Raises WorkerError when they cannot be started at all."""
+
+    async def stop(self) -> None:
+        """Stop the workers; returns when their processes are gone."""
+
+    @property
+    def workers(self) -> Sequence[WorkerStatus]:
+        """One entry a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    group: str
+    rank: int
+    state: Literal["starting", "up", "down"]
+    pid: int | None
+    restarts: int
+    device: str  # "cpu", "cuda:0"
+    reader: str
+    heartbeat: Heartbeat | None
+    heartbeat_age: float | None  # seconds
+
+
+# ---- above: what the server asks
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as the driver must know it, made by the server from an image."""
+
+    name: str
+    path: str
+    page_bytes: int
+    page_hashes: tuple[tuple[str, ...], ...]  # a rank, a page
+    nbytes: int  # of all ranks' data
+    kv_bytes_per_token: int
+    context_length: int
+
+
+ModelState = Literal["absent", "loading", "resident", "partial", "evicting", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """One finished or failed load of a model: from the first PageIn to the last page."""
+
+    model: str
+    group: str
+    at: float  # wall clock, when it began
+    seconds: float
+    pages: int
+    sources: Mapping[str, SourceBytes]
+    stages: Mapping[str, float]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    name: str
+    group: str | None
+    state: ModelState
+    reason: str | None  # why it failed
+    pinned: bool
+    resident_pages: int
+    total_pages: int
+    resident_bytes: int
+    total_bytes: int
+    waiting: int
+    running: int
+    kv_frames: int
+    last_used: float | None  # wall clock, last finish
+    last_load: LoadRecord | None
+
+
+class Answer(Protocol):
+    """One request's answer as it is made. Iterating raises Refused when the request ends without one."""
+
+    def __aiter__(self) -> AsyncIterator[Tokens]: ...
+
+    def cancel(self) -> None:
+        """Nobody reads any more: the sequence leaves the batch. Idempotent; harmless after the end."""
+
+
+class Observer(Protocol):
+    """Told of everything a dashboard shows. Called on the event loop; must not raise or wait."""
+
+    def loaded(self, record: LoadRecord) -> None: ...
+
+    def paged_out(self, model: str, pages: int, frames: int, seconds: float, reason: str, age: float) -> None:
+        """`age` is the time in seconds since the model was last used."""
+
+    def request_started(self, model: str, waited: float) -> None:
+        """`waited` is from arrival to Started, in seconds."""
+
+    def request_ended(self, model: str, outcome: str, seconds: float) -> None:
+        """`outcome`: stop, length, cancelled, or a Refused reason."""
+
+    def worker_restarted(self, group: str) -> None: ...
+
+
+class Scheduler(Protocol):
+    """The live driver, as the server sees it. All methods are called on the event loop."""
+
+    async def start(self) -> None: ...
+
+    async def drain(self, timeout: float) -> None:
+        """Admit nothing more; return when everything admitted has ended, or cancel the rest after `timeout` seconds."""
+
+    async def stop(self) -> None: ...
+
+    def add_model(self, model: ServedModel) -> None: ...
+
+    def remove_model(self, name: str) -> None: ...
+
+    def submit(self, request: GenerationRequest, timeout: float) -> Answer:
+        """Queue a request; `timeout` bounds its wait for a first step, in seconds. Refusals come out of the Answer."""
+
+    async def load(self, model: str) -> None:
+        """Return once the whole model is in. Raises Refused. Idempotent."""
+
+    async def evict(self, model: str) -> None: ...
+
+    async def pin(self, model: str) -> None: ...
+
+    async def unpin(self, model: str) -> None: ...
+
+    def models(self) -> Sequence[ModelStatus]: ...
+
+    def workers(self) -> Sequence[WorkerStatus]: ...
+
+    def is_live(self) -> bool:
+        """Whether the scheduler makes progress: its loop turns, and a group is up."""

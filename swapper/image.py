@@ -1,0 +1,139 @@
+"""The image format: what a packed model is on disk, and its manifest.
+
+An image is a directory of the store: `manifest.json`, one `rank-N.safetensors` for each rank of its mesh,
+and the small files a model needs besides weights (config, tokenizer, chat template). A shard file is a
+valid safetensors file whose data starts at a 4,096-byte offset and holds tensors in execution order; see
+`swapper/packer.py` for how it is written and `docs/architecture.md` for why.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from swapper.errors import CorruptImage
+from swapper.geometry import GRANULE_BYTES, pages
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard: `offset` and `nbytes` count from the start of the shard's data."""
+
+    name: str
+    dtype: str  # safetensors' word: BF16, F32, ...
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExtent:
+    """The bytes `[start, end)` of a shard's data that one layer's forward pass touches, by module path.
+
+    Extents are in execution order and cover all tensors. A tied head touches the embedding's bytes, which
+    come first anyway, so it has no extent of its own.
+    """
+
+    name: str  # module path, e.g. "model.layers.0"
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds."""
+
+    rank: int
+    file: str
+    data_start: int  # offset of the data in the file, a multiple of 4,096
+    nbytes: int  # of data, a multiple of 4,096
+    granules: tuple[str, ...]  # BLAKE3 hex digest of each 2 MiB of data, the last one maybe shorter
+    tensors: tuple[TensorEntry, ...]
+    layers: tuple[LayerExtent, ...]
+
+    def page_count(self, page_bytes: int) -> int:
+        return pages(self.nbytes, page_bytes)
+
+    def page_hashes(self, page_bytes: int) -> tuple[str, ...]:
+        """The content identity of each page: the hash of its granules' hashes.
+
+        Raises ValueError if `page_bytes` is not a multiple of 2 MiB.
+        """
+        if page_bytes <= 0 or page_bytes % GRANULE_BYTES:
+            raise ValueError(f"page size {page_bytes} is not a multiple of {GRANULE_BYTES} bytes")
+        step = page_bytes // GRANULE_BYTES
+        return tuple(
+            blake3("".join(self.granules[i : i + step]).encode()).hexdigest()
+            for i in range(0, len(self.granules), step)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything the daemon must know of a model before it reads a byte of its weights."""
+
+    version: int
+    model: str
+    fingerprint: str  # of the source checkpoint: BLAKE3 over file names, sizes and safetensors headers
+    architecture: str  # transformers class name, e.g. "LlamaForCausalLM"
+    dtype: str  # torch's word: bfloat16, float16, float32
+    tp: int
+    pp: int
+    context_length: int  # tokens
+    kv_bytes_per_token: int  # on the rank that holds most, all its layers, keys and values
+    shards: tuple[Shard, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str, origin: str = MANIFEST) -> Manifest:
+        """Parse a manifest. Raises CorruptImage naming `origin` if it does not parse or is of a newer version."""
+        try:
+            raw = json.loads(text)
+            if raw["version"] != FORMAT_VERSION:
+                raise CorruptImage(
+                    f"{origin} has format version {raw['version']}; this gswapd reads version {FORMAT_VERSION}. "
+                    "Add the model again."
+                )
+            raw["shards"] = tuple(
+                Shard(
+                    **{
+                        **shard,
+                        "granules": tuple(shard["granules"]),
+                        "tensors": tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in shard["tensors"]),
+                        "layers": tuple(LayerExtent(**layer) for layer in shard["layers"]),
+                    }
+                )
+                for shard in raw["shards"]
+            )
+            return Manifest(**raw)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptImage(f"{origin} is not a manifest ({error!r}). Add the model again.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A published image: its directory and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: Path) -> Image:
+        """Raises CorruptImage when the manifest is missing or unreadable, or a shard file is too short."""
+        manifest_path = path / MANIFEST
+        try:
+            manifest = Manifest.from_json(manifest_path.read_text(), str(manifest_path))
+        except OSError as error:
+            raise CorruptImage(f"{manifest_path} cannot be read ({error.strerror}).") from error
+        return Image(path, manifest)
+
+    def shard_path(self, rank: int) -> Path:
+        return self.path / self.manifest.shards[rank].file

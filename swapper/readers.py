@@ -1,0 +1,43 @@
+"""Readers: bytes of a shard file into memory that is mapped already.
+
+`Reader` is the protocol the pager is written against: `open` a file, then `read` ranges of it, several in
+flight. A read that comes back is whole: a short one is an error.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """Where one range came from: `page_cache` (buffered), `disk` (O_DIRECT), `gds` or `posix` (kvikio)."""
+
+    source: str
+    nbytes: int
+
+
+class ShardFile(Protocol):
+    """One open shard file."""
+
+    def read(self, offset: int, address: int, nbytes: int) -> Future[ReadResult]:
+        """Start reading file bytes `[offset, offset + nbytes)` to `address`.
+
+        The future raises ReadError (naming file and offset) on an I/O error or a short read.
+        """
+
+    def close(self) -> None:
+        """Close the file once its reads are done."""
+
+
+class Reader(Protocol):
+    """Opens shard files; owns the threads that read them."""
+
+    def open(self, path: Path) -> ShardFile:
+        """Raises ReadError if the file cannot be opened."""
+
+    def close(self) -> None:
+        """Finish what is being read and stop the threads."""

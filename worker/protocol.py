@@ -1,0 +1,160 @@
+"""What the daemon tells a worker and what a worker tells back: plain data, no torch, no Ray.
+
+Commands are obeyed in the order they were posted. Reports come back in one indexed stream a worker: `poll`
+names the first index it has not seen, which acknowledges everything before it, so that a report is
+delivered exactly once however often a poll is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.request import EngineReport, GenerationRequest
+from swapper.pager import SourceBytes
+
+# ---- commands
+
+
+@dataclass(frozen=True, slots=True)
+class AddModel:
+    """Know a model by its image directory. Cheap: the module is built at the first page-in."""
+
+    model: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveModel:
+    """Forget a model; the scheduler has paged it out before."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageIn:
+    """Bring pages `[first, last)` of the model's shard in. Answered by PagedIn or PageInFailed with the same epoch."""
+
+    model: str
+    first: int
+    last: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageOut:
+    """Keep pages `[0, keep)` only. Answered by PagedOut or PageOutFailed with the same epoch."""
+
+    model: str
+    keep: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantKv:
+    """The model's KV cache may hold up to `frames` frames. Answered by KvReleased with the same epoch."""
+
+    model: str
+    frames: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Run a request. Its pages may still be on their way."""
+
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop a request. Answered by Tokens with finish "cancelled", unless it had ended already."""
+
+    request: str
+
+
+Command = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Serve | Cancel
+
+# ---- reports (and the engine's own: see engine/request.py)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedIn:
+    """Pages `[first, last)` are in. `stages` are seconds by stage: map, read, verify, bind."""
+
+    model: str
+    first: int
+    last: int
+    epoch: int
+    seconds: float
+    sources: Mapping[str, SourceBytes]
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PageInFailed:
+    """The page-in failed; the model is absent, its frames are free, its running requests were dropped."""
+
+    model: str
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PagedOut:
+    """Pages `[keep, …)` are out and `frames` frames became free."""
+
+    model: str
+    keep: int
+    epoch: int
+    frames: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PageOutFailed:
+    """Nothing was unmapped."""
+
+    model: str
+    epoch: int
+    message: str
+
+
+Report = EngineReport | PagedIn | PageInFailed | PagedOut | PageOutFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A worker's vital signs, sent with every batch of reports."""
+
+    steps: int  # forward passes done
+    pages_read: int  # pages that ever arrived
+    busy: bool  # whether a forward pass or a page-in is under way
+    frames: int
+    frames_free: int
+    resident_bytes: int  # of the process, as the kernel counts it
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Reports `[index, index + len(reports))` of the stream."""
+
+    index: int
+    reports: tuple[Report, ...]
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything a worker is started with."""
+
+    group: str
+    rank: int
+    frames: int
+    page_bytes: int
+    verify: bool = False
+    reader: str = "pread"  # or "kvikio"
+    read_threads: int = 4
+    compute_threads: int = 1
+    max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass
+    max_batch_sequences: int = 64

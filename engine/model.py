@@ -1,29 +1,29 @@
 """A model bound to its region: a transformers module whose weights are views of paged memory.
 
-`BoundModel.forward` is the only way to run it. It waits for a layer's pages before it runs the layer.
+Binding touches no weight, so it can be done before the first page is in, and it is done once: addresses never change,
+whatever is paged out and in. `BoundModel.forward` is the only way to run the model. It waits for a layer's pages before
+it runs the layer, by a hook on each module that the manifest has an extent for.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
+from transformers import PreTrainedModel
+
+from engine.architecture import DTYPES, build, freeze_rope, read_config, trace
+from engine.attention import PagedPass, current_pass
 from engine.batch import StepBatch
-
-if TYPE_CHECKING:
-    import torch
-
-    from swapper.frames import Region
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayerShape:
-    """What one layer keeps of one token: `heads` keys of `key_width` and values of `value_width` elements."""
-
-    heads: int
-    key_width: int
-    value_width: int
+from engine.kv_cache import KvLayout, PagedKvCache
+from engine.views import region_bytes, view
+from swapper.errors import CorruptImage, UnsupportedModel
+from swapper.frames import Region
+from swapper.header import TORCH_WORDS
+from swapper.image import Image, Manifest, Shard
+from swapper.pager import PagedShard
 
 
 class KvCache(Protocol):
@@ -57,3 +57,116 @@ class ModelRunnerProtocol(Protocol):
 
 
 Bind = Callable[..., ModelRunnerProtocol]
+
+
+class BoundModel:
+    """One rank's shard of a model, ready to run as far as its pages are in. Not for several threads at once."""
+
+    def __init__(self, manifest: Manifest, module: PreTrainedModel, kv: KvLayout, device: torch.device) -> None:
+        self.name = manifest.model
+        self.vocab_size = int(module.config.get_text_config().vocab_size)
+        self.context_length = manifest.context_length
+        self.kv_bytes_per_token = kv.bytes_per_token
+        self.kv_layout = kv
+        self._module = module
+        self._device = device
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
+
+    @staticmethod
+    def bind(image: Image, shard: PagedShard) -> BoundModel:
+        """Build the module over the shard's region. Touches no weight, and copies none.
+
+        Raises CorruptImage if the image is not what the model's configuration says, UnsupportedModel if this version of
+        transformers cannot build it.
+        """
+        manifest = image.manifest
+        module = build(read_config(image.path), DTYPES[manifest.dtype])
+        architecture = trace(module)
+        if architecture.kv.bytes_per_token != manifest.kv_bytes_per_token:
+            raise CorruptImage(
+                f"{image.path} was packed for {manifest.kv_bytes_per_token} bytes of keys and values a token, but this "
+                f"version of transformers makes {architecture.kv.bytes_per_token}. Add the model again."
+            )
+        data = region_bytes(shard.region)
+        _fill_own_buffers(module, data.device)
+        freeze_rope(module)
+        _bind_tensors(module, data, shard.shard, manifest.model)
+        for extent in shard.shard.layers:
+            _gate_before(module.get_submodule(extent.name), extent.end)
+        return BoundModel(manifest, module.requires_grad_(False), architecture.kv, data.device)
+
+    def kv_cache(self, region: Region) -> PagedKvCache:
+        return PagedKvCache(region, self.kv_layout)
+
+    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
+        """Run one pass. An exception out of `gate` leaves the model as it was; blocks of the batch may be half written."""
+        assert isinstance(kv, PagedKvCache)
+        with torch.inference_mode():
+            tokens, positions = torch.tensor((batch.tokens, batch.positions), device=self._device)[:, None]
+            sampled = torch.tensor(batch.sampled, dtype=torch.long, device=self._device)
+            keep = {"logits_to_keep": sampled} if self._keeps_logits else {}
+            token = current_pass.set(PagedPass(batch, kv, gate))
+            try:
+                output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, **keep)
+            finally:
+                current_pass.reset(token)
+            logits = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
+        # Made outside of inference mode, so that whoever gets it may write to it.
+        return logits.to(torch.float32, copy=True)
+
+
+def _fill_own_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Allocate the buffers that no checkpoint holds and have the model fill them.
+
+    Weights are still on the meta device, so whatever else the model initialises on the way goes nowhere.
+    """
+    for path, part in module.named_modules():
+        own = {
+            name: buffer
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name in part._non_persistent_buffers_set
+        }
+        for name, buffer in own.items():
+            part._buffers[name] = _unlikely(buffer, device)
+        if own:
+            module._init_weights(part)
+        for name in own:
+            buffer = part._buffers[name]
+            if buffer is not None and buffer.numel() and torch.equal(buffer, _unlikely(buffer, device)):
+                raise UnsupportedModel(f"{type(module).__name__} does not fill its buffer {path}.{name} by itself.")
+
+
+def _unlikely(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of a value that no model fills a buffer with."""
+    limits = torch.finfo(like.dtype) if like.dtype.is_floating_point else torch.iinfo(like.dtype)
+    return torch.full(like.shape, limits.min, dtype=like.dtype, device=device)
+
+
+def _bind_tensors(module: PreTrainedModel, data: torch.Tensor, shard: Shard, model: str) -> None:
+    """Put a view of the region in the place of each parameter and persistent buffer, tied ones included."""
+    entries = {entry.name: entry for entry in shard.tensors}
+    state = module.state_dict(keep_vars=True)
+    bound: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        entry = entries.pop(name, None)
+        if entry is None:
+            continue
+        dtype: torch.dtype = getattr(torch, TORCH_WORDS[entry.dtype])
+        if entry.shape != tuple(tensor.shape):
+            raise CorruptImage(f"Image of {model}: {name} has shape {entry.shape}, not {tuple(tensor.shape)}.")
+        weight = view(data, entry.offset, dtype, entry.shape)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        bound[id(tensor)] = torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+    missing = [name for name, tensor in state.items() if id(tensor) not in bound]
+    if missing or entries:
+        raise CorruptImage(f"Image of {model} does not hold what its model needs: {[*missing, *entries][:3]}.")
+    for name, tensor in state.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(path), leaf, bound[id(tensor)])
+
+
+def _gate_before(part: torch.nn.Module, nbytes: int) -> None:
+    def wait(module: torch.nn.Module, args: object) -> None:
+        current_pass.get().gate(nbytes)
+
+    part.register_forward_pre_hook(wait)

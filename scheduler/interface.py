@@ -8,25 +8,14 @@ from typing import Literal, Protocol
 
 from engine.request import GenerationRequest, Tokens
 from swapper.pager import SourceBytes
-from worker.protocol import AddModel, Cancel, GrantKv, Heartbeat, PageIn, PageOut, RemoveModel, Report, Serve
+from worker.protocol import Command, Report
+from worker.protocol import GroupLost as GroupLost
+from worker.protocol import GroupUp as GroupUp
+from worker.protocol import WorkerStatus as WorkerStatus
 
-GroupCommand = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Serve | Cancel
+GroupCommand = Command
 
 # ---- below: a group of workers
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUp:
-    """The group's workers are ready and empty. Models must be added again."""
-
-    frames: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLost:
-    """The group is gone; the client is restarting it. Nothing posted before will be answered."""
-
-    message: str
 
 
 class GroupClient(Protocol):
@@ -52,19 +41,6 @@ class GroupClient(Protocol):
     @property
     def workers(self) -> Sequence[WorkerStatus]:
         """One entry a rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    group: str
-    rank: int
-    state: Literal["starting", "up", "down"]
-    pid: int | None
-    restarts: int
-    device: str  # "cpu", "cuda:0"
-    reader: str
-    heartbeat: Heartbeat | None
-    heartbeat_age: float | None  # seconds
 
 
 # ---- above: what the server asks

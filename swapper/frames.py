@@ -4,14 +4,18 @@ A **frame** is one piece of memory of the pool's page size. A **region** is a ra
 for as long as a model is known, whose pages have a frame behind them or fault. Frames are created once, at
 start; paging maps and unmaps them, so addresses never change and nothing ever fragments.
 
-`FramePool` is what everything above is written against. `HostFramePool` implements it in host memory (one
-memfd, `mmap(MAP_FIXED)` page by page), with the same semantics as CUDA's virtual memory.
+`FramePool` is what everything above is written against. `HostFramePool` (`swapper/host_frames.py`) implements
+it in host memory, with the same semantics as CUDA's virtual memory. `FrameTable` is the part that every pool
+needs: which frames are free, and how many hold the others.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
+
+from swapper.errors import OutOfFrames
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +49,7 @@ class FramePool(Protocol):
         """A free frame, with one reference. Raises OutOfFrames."""
 
     def retain(self, frame: Frame) -> None:
-        """Count one more holder of a frame that is held."""
+        """Count one more holder of a frame that is held. Raises ValueError if it is free."""
 
     def release(self, frame: Frame) -> None:
         """Count one holder less; the last one's release makes the frame free. Raises ValueError if it is free."""
@@ -54,13 +58,58 @@ class FramePool(Protocol):
         """Reserve addresses, rounded up to whole pages. Touching one before `map` faults."""
 
     def unreserve(self, region: Region) -> None:
-        """Give the addresses back. No page of it may be mapped."""
+        """Give the addresses back. Raises ValueError if a page of it is mapped."""
 
     def map(self, region: Region, page: int, frame: Frame) -> None:
-        """Put a frame behind a page of a region. The caller holds a reference for the mapping."""
+        """Put a frame behind a page of a region. The caller holds a reference for the mapping.
 
-    def unmap(self, region: Region, page: int) -> None:
-        """Take the frame from behind a page; touching the page faults again. References stay the caller's."""
+        Raises OutOfFrames if the system cannot make the mapping, ValueError if the page has a frame already.
+        """
+
+    def unmap(self, region: Region, page: int, count: int = 1) -> None:
+        """Take the frames from behind `count` pages, all or none; touching them faults again.
+
+        References stay the caller's. Raises ValueError if a page has no frame.
+        """
 
     def close(self) -> None:
         """Give all memory back. Nothing may be mapped or touched any more."""
+
+
+class FrameTable:
+    """Which of a pool's frames are free, and how many references hold each of the others. Thread-safe."""
+
+    def __init__(self, frames: int) -> None:
+        self._lock = threading.Lock()
+        # A stack: the frame that was freed last is warm in the processor's caches, and is taken first.
+        self._free = [Frame(index) for index in reversed(range(frames))]
+        self._frames = frames
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Frame:
+        with self._lock:
+            if not self._free:
+                raise OutOfFrames(f"All {self._frames} frames are in use; page something out first.")
+            frame = self._free.pop()
+            frame.references = 1
+            return frame
+
+    def retain(self, frame: Frame) -> None:
+        with self._lock:
+            _check_held(frame, "retained")
+            frame.references += 1
+
+    def release(self, frame: Frame) -> None:
+        with self._lock:
+            _check_held(frame, "released")
+            frame.references -= 1
+            if frame.references == 0:
+                self._free.append(frame)
+
+
+def _check_held(frame: Frame, verb: str) -> None:
+    if frame.references <= 0:
+        raise ValueError(f"Frame {frame.index} was {verb}, but nothing holds it.")

@@ -9,16 +9,20 @@ valid safetensors file whose data starts at a 4,096-byte offset and holds tensor
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from swapper.errors import CorruptImage
-from swapper.geometry import GRANULE_BYTES, pages
+from swapper.geometry import DATA_ALIGNMENT, GRANULE_BYTES, pages
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+
+Progress = Callable[[int, int], None]
+"""How packing and verifying report: called with (bytes done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str, origin: str = MANIFEST) -> Manifest:
+    def from_json(text: str | bytes, origin: str = MANIFEST) -> Manifest:
         """Parse a manifest. Raises CorruptImage naming `origin` if it does not parse or is of a newer version."""
         try:
             raw = json.loads(text)
@@ -113,9 +117,23 @@ class Manifest:
                 )
                 for shard in raw["shards"]
             )
-            return Manifest(**raw)
+            manifest = Manifest(**raw)
+            manifest._check()
+            return manifest
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptImage(f"{origin} is not a manifest ({error!r}). Add the model again.") from error
+
+    def _check(self) -> None:
+        """Raises ValueError where the parts do not fit together; all later arithmetic relies on it."""
+        if [shard.rank for shard in self.shards] != list(range(self.tp * self.pp)):
+            raise ValueError(f"{len(self.shards)} shards for a mesh of {self.tp} × {self.pp}")
+        for shard in self.shards:
+            if shard.nbytes % DATA_ALIGNMENT or shard.data_start % DATA_ALIGNMENT:
+                raise ValueError(f"the data of {shard.file} is not aligned")
+            if len(shard.granules) != pages(shard.nbytes, GRANULE_BYTES):
+                raise ValueError(f"{len(shard.granules)} hashes for the {shard.nbytes} bytes of {shard.file}")
+            if shard.file != Path(shard.file).name:
+                raise ValueError(f"shard {shard.file} is not in the image's directory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +148,25 @@ class Image:
         """Raises CorruptImage when the manifest is missing or unreadable, or a shard file is too short."""
         manifest_path = path / MANIFEST
         try:
-            manifest = Manifest.from_json(manifest_path.read_text(), str(manifest_path))
+            text = manifest_path.read_bytes()
         except OSError as error:
-            raise CorruptImage(f"{manifest_path} cannot be read ({error.strerror}).") from error
-        return Image(path, manifest)
+            raise CorruptImage(f"{manifest_path} cannot be read ({error.strerror}). Add the model again.") from error
+        image = Image(path, Manifest.from_json(text, str(manifest_path)))
+        for shard in image.manifest.shards:
+            image._check_length(shard)
+        return image
 
     def shard_path(self, rank: int) -> Path:
         return self.path / self.manifest.shards[rank].file
+
+    def _check_length(self, shard: Shard) -> None:
+        file = self.shard_path(shard.rank)
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise CorruptImage(f"{file} cannot be read ({error.strerror}). Add the model again.") from error
+        if size < shard.data_start + shard.nbytes:
+            raise CorruptImage(
+                f"{file} has {size:,} bytes of the {shard.data_start + shard.nbytes:,} that were packed. "
+                "Add the model again."
+            )

@@ -6,78 +6,114 @@ order, so a forward pass can run layer *i* while layer *i + 1* is still being re
 
 A page's content is known by hash before it is read. When a frame of the pool already holds those bytes, or
 is being filled with them, the page maps that frame instead of reading again (source `alias`).
+
+One thread of the pager takes pages in order, finds each a frame, maps it and hands it to the reader, with at most
+`depth` reads in flight. The reader's threads come back with the bytes, check their hashes and publish the page. One
+lock guards all tables (`swapper/page_work.py`); it is never held while memory is mapped, read or hashed. What must
+follow something else (telling who asked, taking a failed shard apart) is left to the pager's thread, so it happens in
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from swapper.frames import Region
+from swapper.errors import CorruptImage, GswapdError, PageInAborted, WorkerError
+from swapper.frames import FramePool
 from swapper.image import Shard
+from swapper.page_work import Alias, PageWork, Read, TakeApart, Tell, Work
+from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, SourceBytes
+from swapper.readers import Reader, ReadResult, ShardFile
+from swapper.verify import check_granules
+
+__all__ = ["PageInResult", "PagedShard", "Pager", "SourceBytes"]
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceBytes:
-    """How much of a page-in one source gave."""
-
-    pages: int
-    nbytes: int
+def _nothing_runs(model: str) -> None:
+    """The default of `quiesce`, for those who run no forward passes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageInResult:
-    """What a finished page-in moved. `stages` are seconds of work by stage (map, read, verify), summed over threads."""
+class Pager:
+    """All shards of one frame pool. Every method may be called from any thread."""
 
-    first: int
-    last: int  # exclusive
-    seconds: float  # wall time from request to the last page
-    sources: Mapping[str, SourceBytes]  # alias, page_cache, disk, gds, posix
-    stages: Mapping[str, float]
+    def __init__(
+        self,
+        pool: FramePool,
+        reader: Reader,
+        *,
+        depth: int = 8,
+        verify: bool = False,
+        quiesce: Callable[[str], None] = _nothing_runs,
+    ) -> None:
+        """`depth` bounds the reads in flight; `verify` checks every page that was read against the manifest's hashes.
 
-
-class PagedShard(Protocol):
-    """One shard with its region. Attributes may be read from any thread."""
-
-    shard: Shard
-    region: Region
-    page_count: int
-
-    @property
-    def resident(self) -> int:
-        """Pages `[0, resident)` are in and stay in until a page-out or a failed page-in."""
-
-    def is_ready(self, nbytes: int) -> bool:
-        """Whether data bytes `[0, nbytes)` are in."""
-
-    def wait(self, nbytes: int) -> None:
-        """Return once data bytes `[0, nbytes)` are in.
-
-        Raises PageInAborted as soon as that cannot happen without a new page-in being asked for after a
-        failure, an `abort`, or a close. Being not yet asked for is no reason to raise: extents are
-        asked for one after another. Callers bound the wait by aborting (the worker's stall timer does).
+        `quiesce(model)` is called when a page-in has failed, after waits for its pages have ended and before pages that
+        were in are unmapped. It returns once no forward pass touches them, and must not call the pager. Pages that
+        are asked for from then on are not ready.
         """
-
-
-class Pager(Protocol):
-    """All shards of one frame pool."""
+        self._pool = pool
+        self._reader = reader
+        self._verify = verify
+        self._quiesce = quiesce
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # there may be work
+        self._work = PageWork(pool, depth)
+        self._shards: dict[str, PagedShard] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="pager", daemon=True)
+        self._thread.start()
 
     def open(self, model: str, shard: Shard, path: Path) -> PagedShard:
         """Reserve a region for a shard; nothing is read yet. Raises CorruptImage if the file is too short."""
+        _check_file(shard, path)
+        with self._lock:
+            if model in self._shards:
+                raise ValueError(f"{model} is open already.")
+            region = self._pool.reserve(shard.nbytes)
+            paged = PagedShard(model, shard, path, region, self._pool.page_bytes, self._lock)
+            self._shards[model] = paged
+            return paged
 
     def close(self, model: str) -> None:
-        """Page everything out and give the region back."""
+        """Page everything out and give the region back. Raises ValueError while a page-in is under way."""
+        self.page_out(model, 0)
+        with self._lock:
+            shard = self._idle_shard(model)
+            shard.end_waits(f"{model} was closed.")
+            del self._shards[model]
+        self._pool.unreserve(shard.region)
 
-    def page_in(self, model: str, first: int, last: int, done: Callable[[PageInResult | Exception], None]) -> None:
+    def page_in(self, model: str, first: int, last: int, done: Done) -> None:
         """Start bringing pages `[first, last)` in, in order; `first` must be where the previous page-in ends.
 
-        Returns at once. `done` is called once, from another thread: with a PageInResult, or with the
-        exception (ReadError, HashMismatch, OutOfFrames, CorruptImage) after which the whole shard is absent and every
-        frame it held was returned. Page-ins of one shard may be queued behind one another; a failure
-        fails those behind it too.
+        Returns at once. `done` is called once, from the pager's thread, and must not wait: with a PageInResult, or
+        with the exception (ReadError, HashMismatch, OutOfFrames, CorruptImage, PageInAborted) after which the whole
+        shard is absent and every frame it held was returned. Page-ins of one shard may be queued behind one another;
+        a failure fails those behind it too, and those that were asked for before it was heard of.
         """
+        with self._lock:
+            shard = self._shard(model)
+            if self._stopping or shard.leaving:
+                raise ValueError(f"{model} cannot be paged in while it is paged out or the pager is shut down.")
+            job = PageIn(shard, first, last, done, time.perf_counter(), first)
+            if first == shard.asked <= last <= shard.page_count or shard.failure is not None:
+                self._work.ask(job)
+            elif shard.asked < first <= last <= shard.page_count and shard.waits_end is not None:
+                self._work.refuse(job, PageInAborted(f"{shard.waits_end} Its pages from {first} on cannot follow."))
+            else:
+                raise ValueError(
+                    f"Pages [{first}, {last}) of {model} cannot be paged in: "
+                    f"the next page is {shard.asked} of {shard.page_count}."
+                )
+            self._changed.notify()
 
     def page_out(self, model: str, keep: int) -> int:
         """Unmap pages `[keep, resident)`; returns how many frames became free (shared ones did not).
@@ -85,10 +121,191 @@ class Pager(Protocol):
         Raises ValueError while a page-in of that shard is under way. The caller has made sure that
         nothing touches those pages any more.
         """
+        with self._lock:
+            shard = self._idle_shard(model)
+            resident = shard.resident
+            if not 0 <= keep < resident:
+                return 0
+            shard.publish(keep)
+            shard.leaving = True
+        try:
+            self._pool.unmap(shard.region, keep, resident - keep)
+        except BaseException:  # nothing was unmapped
+            with self._lock:
+                shard.publish(resident)
+                shard.leaving = False
+            raise
+        with self._lock:
+            shard.leaving = False
+            return self._work.release(shard, range(keep, resident))
 
     def abort(self, model: str) -> None:
-        """Give up a page-in under way: it ends as failed, with PageInAborted, once its reads are back."""
+        """Give up a page-in under way: it ends as failed, with PageInAborted, once its reads are back.
+
+        With no page-in under way, waits for pages that are not in end with PageInAborted.
+        """
+        with self._lock:
+            shard = self._shard(model)
+            if shard.jobs:
+                self._work.fail(shard, PageInAborted(f"The page-in of {model} was given up."))
+                self._changed.notify()
+            else:
+                shard.end_waits(f"Waiting for {model} was given up.")
 
     @property
     def progress(self) -> int:
         """Pages that ever arrived: moves as long as reading does."""
+        return self._work.progress
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """Give up what is under way, page everything out and stop. Raises WorkerError if reads do not come back."""
+        with self._lock:
+            self._stopping = True
+            for shard in self._shards.values():
+                if shard.jobs:
+                    self._work.fail(shard, PageInAborted("The pager was shut down."))
+            self._changed.notify()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise WorkerError(f"Reads in flight did not come back within {timeout:g} s; the file system may hang.")
+        for model in list(self._shards):
+            self.close(model)
+
+    # ---- the pager's thread
+
+    def _run(self) -> None:
+        while (work := self._wait_for_work()) is not None:
+            try:
+                self._do(work)
+            except Exception:  # a defect in a callback must not end the paging of all models
+                log.exception("The pager could not finish: %r", work)
+
+    def _wait_for_work(self) -> Work | None:
+        """The next work. None when the pager is shut down and everything has ended."""
+        with self._lock:
+            while (work := self._work.next_work()) is None:
+                if self._stopping and not any(shard.jobs for shard in self._shards.values()):
+                    return None
+                self._changed.wait()
+            return work
+
+    def _do(self, work: Work) -> None:
+        match work:
+            case Tell():
+                self._close_file(work.job.shard)
+                work.job.done(work.outcome)
+            case TakeApart():
+                self._take_apart(work.shard)
+            case Alias():
+                self._alias(work)
+            case Read():
+                self._start_read(work)
+
+    def _take_apart(self, shard: PagedShard) -> None:
+        self._quiesce(shard.model)
+        for first, count in _runs(sorted(shard.table)):
+            self._pool.unmap(shard.region, first, count)
+        with self._lock:
+            self._work.taken_apart(shard)
+
+    def _alias(self, work: Alias) -> None:
+        begun = time.perf_counter()
+        try:
+            self._pool.map(work.task.job.shard.region, work.task.page, work.content.frame)
+        except (GswapdError, OSError) as error:
+            self._lost(work, error)
+        else:
+            self._arrived(work, "alias", {"map": time.perf_counter() - begun})
+
+    def _start_read(self, work: Read) -> None:
+        shard, page = work.task.job.shard, work.task.page
+        start, nbytes = shard.extent(page)
+        mapped = False
+        try:
+            file = self._open_file(shard)
+            begun = time.perf_counter()
+            self._pool.map(shard.region, page, work.content.frame)
+            mapped = True
+            stages = {"map": time.perf_counter() - begun}
+            future = file.read(shard.shard.data_start + start, shard.region.address + start, nbytes)
+        except (GswapdError, OSError, RuntimeError) as error:  # RuntimeError: the reader was closed
+            self._lost(work, error, unmap=mapped)
+        else:
+            future.add_done_callback(partial(self._read_back, work, stages))
+
+    def _open_file(self, shard: PagedShard) -> ShardFile:
+        """Opened for each run of page-ins: idle models hold no descriptors, and a repaired file is found."""
+        if shard.file is None:
+            _check_file(shard.shard, shard.path)
+            shard.file = self._reader.open(shard.path)
+        return shard.file
+
+    def _close_file(self, shard: PagedShard) -> None:
+        with self._lock:
+            if shard.jobs:
+                return
+            file, shard.file = shard.file, None
+        if file is not None:
+            file.close()
+
+    # ---- the reader's threads
+
+    def _read_back(self, work: Read, stages: dict[str, float], future: Future[ReadResult]) -> None:
+        shard = work.task.job.shard
+        try:
+            read = future.result()
+            stages["read"] = read.seconds
+            if self._verify:
+                begun = time.perf_counter()
+                start, nbytes = shard.extent(work.task.page)
+                check_granules(shard.shard, shard.path, start, shard.region.address + start, nbytes)
+                stages["verify"] = time.perf_counter() - begun
+        except Exception as error:  # noqa: BLE001 - whatever ended the read, the page-in ends with it
+            self._lost(work, error, unmap=True)
+        else:
+            self._arrived(work, read.source, stages)
+
+    # ---- any thread
+
+    def _arrived(self, work: Alias | Read, source: str, stages: dict[str, float]) -> None:
+        with self._lock:
+            self._work.arrived(work, source, stages)
+            self._changed.notify()
+
+    def _lost(self, work: Alias | Read, error: Exception, *, unmap: bool = False) -> None:
+        if unmap:  # before the frame is given up: nobody else may be handed it while this page still shows it
+            self._pool.unmap(work.task.job.shard.region, work.task.page)
+        with self._lock:
+            self._work.lost(work, error)
+            self._changed.notify()
+
+    def _shard(self, model: str) -> PagedShard:
+        try:
+            return self._shards[model]
+        except KeyError:
+            raise ValueError(f"{model} is not open.") from None
+
+    def _idle_shard(self, model: str) -> PagedShard:
+        shard = self._shard(model)
+        if shard.jobs or shard.leaving:
+            raise ValueError(f"{model} is being paged {'in' if shard.jobs else 'out'}; wait, or abort it first.")
+        return shard
+
+
+def _check_file(shard: Shard, path: Path) -> None:
+    wanted = shard.data_start + shard.nbytes
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CorruptImage(f"{path} cannot be read ({error.strerror}). Add the model again.") from error
+    if size < wanted:
+        raise CorruptImage(f"{path} has {size:,} bytes, but its manifest says {wanted:,}. Add the model again.")
+
+
+def _runs(pages: list[int]) -> Iterator[tuple[int, int]]:
+    """Start and length of each run of adjacent pages."""
+    start = 0
+    for index in range(1, len(pages) + 1):
+        if index == len(pages) or pages[index] != pages[index - 1] + 1:
+            yield pages[start], index - start
+            start = index

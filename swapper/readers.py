@@ -1,7 +1,8 @@
 """Readers: bytes of a shard file into memory that is mapped already.
 
 `Reader` is the protocol the pager is written against: `open` a file, then `read` ranges of it, several in
-flight. A read that comes back is whole: a short one is an error.
+flight. A read that comes back is whole: a short one is an error. Readers queue what they are asked for without
+a bound of their own: the pager bounds how many reads are in flight (`Pager(depth=…)`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Where one range came from: `page_cache` (buffered), `disk` (O_DIRECT), `gds` or `posix` (kvikio)."""
+    """Where one range came from, and how long one thread worked at it.
+
+    Sources: `page_cache` (it was in the page cache), `disk` (it was not), `gds` or `posix` (kvikio).
+    """
 
     source: str
     nbytes: int
+    seconds: float = 0.0
 
 
 class ShardFile(Protocol):
@@ -30,7 +35,7 @@ class ShardFile(Protocol):
         """
 
     def close(self) -> None:
-        """Close the file once its reads are done."""
+        """Close the file. Its reads are done: the caller sees to that."""
 
 
 class Reader(Protocol):

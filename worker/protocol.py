@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.request import EngineReport, GenerationRequest
 from swapper.pager import SourceBytes
@@ -158,3 +159,44 @@ class WorkerSpec:
     compute_threads: int = 1
     max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass
     max_batch_sequences: int = 64
+
+
+# ---- what the daemon's side learns about a group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUp:
+    """The group's workers are ready and empty. Models must be added again."""
+
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLost:
+    """The group is gone; the client is restarting it. Nothing posted before will be answered."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as a person may ask about it."""
+
+    group: str
+    rank: int
+    state: Literal["starting", "up", "down"]
+    pid: int | None
+    restarts: int
+    device: str  # "cpu", "cuda:0"
+    reader: str
+    heartbeat: Heartbeat | None
+    heartbeat_age: float | None  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """What a worker says of itself once it can take commands."""
+
+    device: str
+    reader: str
+    frames: int

@@ -16,6 +16,10 @@ class ModelSpec:
     name: str
     shards: tuple[tuple[int, ...], ...]
 
+    def __post_init__(self) -> None:
+        if not self.shards or not self.shards[0] or len({len(shard) for shard in self.shards}) > 1:
+            raise ValueError(f"model {self.name}: every rank must have the same number of pages, at least one")
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -24,7 +28,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Arrived(Event):
-    """A request. `kv_frames` hold its prompt and the longest answer it may have; it must be served before `deadline`."""
+    """A request. `kv_frames` hold its prompt and its longest answer; it must be served before `deadline`."""
 
     request: str
     model: str
@@ -34,13 +38,18 @@ class Arrived(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled(Event):
-    """Nobody waits for this request any more."""
+    """Nobody waits for this request any more.
+
+    If it waited, it is over, without a word. If it ran, a Cancel goes out and it ends by Finished or Fail.
+    """
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
+    """A request took part in a first forward pass. No decision hangs on it; it is here for the journal."""
+
     request: str
 
 
@@ -106,10 +115,11 @@ class KvReleased(Event):
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp(Event):
-    """A group is ready, empty, with this many frames a rank."""
+    """A group is ready, empty, with this many frames a rank. It serves models of as many shards as it has ranks."""
 
     group: str
     frames: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,8 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class ModelAdded(Event):
+    """A model of this name is not known, or is gone: one that is being removed still is known."""
+
     model: ModelSpec
 
 

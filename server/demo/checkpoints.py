@@ -56,3 +56,21 @@ def smollm2(cache: Path | None = None) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def sibling(source: Path, target: Path, layers: range, scale: float) -> Path:
+    """A fine-tuned sibling, made without tuning: the MLP output of some layers is scaled, all else stays byte for byte.
+
+    Llama-shaped checkpoints only (one `model.safetensors`, `model.layers.N.mlp.down_proj.weight`).
+    """
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir(parents=True)
+    tensors = load_file(source / "model.safetensors")
+    for layer in layers:
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"] *= scale
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy2(file, target)
+    return target

@@ -1,0 +1,1 @@
+"""Measurements against targets: `python -m bench.<name>`; each saves its figures in `bench/results/`."""

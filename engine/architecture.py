@@ -1,0 +1,222 @@
+"""A transformers model without weights: its module on the meta device, and what a forward pass of it does.
+
+Nothing here knows an architecture by name. A pass over the meta device tells in which order modules run, which is the
+order their weights are wanted in, and what each attention layer keeps of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.attention import NAME, current_pass
+from engine.kv_cache import KvLayerShape, KvLayout
+from swapper.errors import SourceError, UnsupportedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose weights are waited for together: a decoder layer, or a module outside of the layers."""
+
+    path: str
+    tensors: tuple[str, ...]  # its parameters and persistent buffers, those tied to an earlier unit's left out
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a forward pass showed of a module."""
+
+    units: tuple[Unit, ...]  # in execution order
+    kv: KvLayout
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration in a directory. Never runs code of the directory's own."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(directory, local_files_only=True)
+        model_type = raw.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            own = " and brings its own code, which is never run" if "auto_map" in raw else ""
+            raise UnsupportedModel(
+                f"{directory} is of model type {model_type!r}, which transformers does not define{own}. "
+                "Add a model of an architecture that transformers has built in."
+            )
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SourceError(f"transformers cannot read {directory / 'config.json'}: {error}") from error
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model's module on the meta device, with our attention. Raises UnsupportedModel where that cannot be had."""
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+            )
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UnsupportedModel(f"{config.model_type} models have an attention that cannot be replaced.") from error
+    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise UnsupportedModel(f"transformers cannot build a causal {config.model_type} model: {error}") from error
+    if isinstance(pad := getattr(module.config, "pad_token_id", None), int) and pad >= 0:
+        module.config.pad_token_id = None  # else some models search every input for padding
+    return module.eval()
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Tokens that a sequence may have.
+
+    Where rotary frequencies change once a sequence outgrows the length the model was first trained with, that length is
+    the limit: which frequencies a sequence gets would depend on its neighbours in the batch.
+    """
+    text = config.get_text_config()
+    length = next(
+        (
+            value
+            for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+            if isinstance(value := getattr(text, name, None), int) and value > 0
+        ),
+        None,
+    )
+    if length is None:
+        raise UnsupportedModel("The configuration names no context length (max_position_embeddings).")
+    return min([length, *_original_lengths(getattr(text, "rope_parameters", None) or {})])
+
+
+def _original_lengths(rope: Mapping[str, Any]) -> Iterator[int]:
+    if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
+        yield int(rope["original_max_position_embeddings"])
+    for per_layer_type in rope.values():
+        if isinstance(per_layer_type, Mapping):
+            yield from _original_lengths(per_layer_type)
+
+
+def freeze_rope(module: torch.nn.Module) -> None:
+    """Keep the rotary frequencies as they are now, whatever lengths come."""
+    for part in module.modules():
+        kind = getattr(part, "rope_type", None)
+        if isinstance(kind, str):
+            part.rope_type = "default"
+        elif isinstance(kind, dict):
+            part.rope_type = dict.fromkeys(kind, "default")
+
+
+def decoder_layers(module: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
+    """The path and the list of the decoder's layers: the outermost list that is as long as the model is deep."""
+    depth = getattr(module.config.get_text_config(), "num_hidden_layers", None)
+    for path, part in module.named_modules():
+        if isinstance(part, torch.nn.ModuleList) and len(part) == depth:
+            return path, part
+    raise UnsupportedModel(f"{type(module).__name__} has no list of {depth} decoder layers.")
+
+
+def trace(module: PreTrainedModel) -> Architecture:
+    """Run a module that is on the meta device, and say what happened."""
+    list_path, layers = decoder_layers(module)
+    owners = _tensor_owners(module, list_path, len(layers))
+    observer = _Observer(gate=lambda nbytes: None)
+    with ExitStack() as stack:
+        for path in dict.fromkeys(path for paths in owners.values() for path in paths):
+            part = module.get_submodule(path)
+            hook = part.register_forward_pre_hook(lambda module, args, path=path: observer.ran(path))
+            stack.callback(hook.remove)
+        stack.enter_context(_traceable(module))
+        token = current_pass.set(observer)
+        stack.callback(current_pass.reset, token)
+        row = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        try:
+            with torch.no_grad():
+                module(input_ids=row, position_ids=row, use_cache=False)
+        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
+            raise UnsupportedModel(
+                f"A forward pass of {type(module).__name__} cannot be followed without weights: {error}"
+            ) from error
+    if len(observer.layers) != len(layers):
+        raise UnsupportedModel(
+            f"{len(layers) - len(observer.layers)} of the {len(layers)} layers of {type(module).__name__} have no attention "
+            "that can be replaced by paged attention; recurrent and hybrid models are not supported."
+        )
+    dtype = next(parameter.dtype for parameter in layers.parameters())
+    return Architecture(_units(owners, observer.order), KvLayout(dict(sorted(observer.layers.items())), dtype))
+
+
+def _tensor_owners(module: PreTrainedModel, list_path: str, depth: int) -> dict[str, tuple[str, ...]]:
+    """For each parameter or persistent buffer, by its first name, the units that use it (several if it is tied)."""
+    persistent = module.state_dict(keep_vars=True)
+    firsts: dict[int, str] = {}
+    owners: dict[str, tuple[str, ...]] = {}
+    inside = tuple(f"{list_path}.{index}." for index in range(depth))
+    for name, tensor in persistent.items():
+        layer = next((prefix[:-1] for prefix in inside if name.startswith(prefix)), None)
+        first = firsts.setdefault(id(tensor), name)
+        owners[first] = (*owners.get(first, ()), layer if layer is not None else name.rpartition(".")[0])
+    return owners
+
+
+def _units(owners: Mapping[str, tuple[str, ...]], order: Mapping[str, int]) -> tuple[Unit, ...]:
+    """Give each tensor to the unit that runs first. What never ran is used unseen, so it goes to the front."""
+    held: dict[str, list[str]] = {}
+    for name, paths in owners.items():
+        held.setdefault(min(paths, key=lambda path: order.get(path, -1)), []).append(name)
+    return tuple(Unit(path, tuple(held[path])) for path in sorted(held, key=lambda path: order.get(path, -1)))
+
+
+@dataclass(slots=True)
+class _Observer:
+    """A pass that computes nothing and takes notes."""
+
+    gate: Any
+    order: dict[str, int] = field(default_factory=dict)
+    layers: dict[int, KvLayerShape] = field(default_factory=dict)
+
+    def ran(self, path: str) -> None:
+        self.order.setdefault(path, len(self.order))
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            raise ValueError(f"{type(module).__name__} does not say which layer it is the only attention of")
+        if getattr(module, "is_causal", True) is False:
+            raise ValueError(f"{type(module).__name__} is not causal")
+        if not query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"{type(module).__name__} mixes types of numbers")
+        self.layers[index] = KvLayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+@contextmanager
+def _traceable(module: PreTrainedModel) -> Iterator[None]:
+    """Make a module's pass independent of numbers, which the meta device has none of: rotary updates and the choice of
+    experts look at them."""
+    kinds = {part: part.rope_type for part in module.modules() if hasattr(part, "rope_type")}
+    switchable = module._can_set_experts_implementation()
+    experts = module.get_experts_implementation()
+    freeze_rope(module)
+    if switchable:
+        module.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        for part, kind in kinds.items():
+            part.rope_type = kind
+        if switchable:
+            module.set_experts_implementation(experts)

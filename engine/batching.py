@@ -1,0 +1,306 @@
+"""Continuous batching of one model: which sequences take part in the next forward pass, and with which tokens.
+
+Pure bookkeeping, no threads and no tensors; `engine/runner.py` runs it. Each pass holds at most `max_batch_tokens`
+tokens: first one token of every sequence that is decoding, so that nobody's stream stalls behind a long prompt, then
+chunks of prompts, oldest first. Sequences join and leave between any two passes.
+
+A sequence is admitted, in order of arrival, when there are blocks for all its tokens and one more for each sequence
+that runs. When a decode finds no block, the youngest sequence is preempted: its blocks are freed, it waits at the front
+and is computed again later, answer included. Nobody fails for want of blocks: a sequence that is alone and still finds
+none waits for a larger grant.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, count, islice
+
+from engine.batch import SequenceSlice, StepBatch
+from engine.blocks import BlockManager
+from engine.request import (
+    EngineReport,
+    FinishReason,
+    GenerationRequest,
+    KvReleased,
+    KvWanted,
+    RequestFailed,
+    Started,
+    Tokens,
+)
+from engine.sampling import Sampled, SamplingRow
+from engine.sequence import Sequence
+from swapper.geometry import kv_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `length` tokens of a sequence."""
+
+    sequence: Sequence
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the sequence's last token, so that the next one is sampled."""
+        return self.length == self.sequence.pending
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A planned forward pass. `sampled` are the sequences that get a token, in the order of the logits."""
+
+    batch: StepBatch
+    chunks: tuple[Chunk, ...]
+    sampled: tuple[Sequence, ...]
+
+    def rows(self) -> list[SamplingRow]:
+        return [SamplingRow(s.request.sampling, len(s.tokens), s.tokens, s.answer_counts) for s in self.sampled]
+
+
+class Batcher:
+    """The sequences of one model. Every change leaves its reports in a list that `take_reports` empties.
+
+    Invariants: `_running` and `_waiting` are in order of arrival; a sequence has blocks exactly while it runs.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        blocks: BlockManager,
+        *,
+        vocab_size: int,
+        context_length: int,
+        max_batch_tokens: int,
+        max_batch_sequences: int,
+        ended: Callable[[str], None],
+    ) -> None:
+        """`ended` is told of each request that is over, before its last report goes out."""
+        self._model = model
+        self._blocks = blocks
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._max_tokens = max_batch_tokens
+        self._max_sequences = min(max_batch_sequences, max_batch_tokens)
+        self._ended = ended
+        self._arrivals = count()
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._reports: list[EngineReport] = []
+        self._short_of_blocks = False  # since planning began
+        self._kv_wanted = 0  # what the last KvWanted under this grant said
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._sequences
+
+    def take_reports(self) -> list[EngineReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    # ---- what is asked from outside, between two passes
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. One that cannot be run at all fails, one that is complete already ends."""
+        sequence = Sequence(request, self._context_length, next(self._arrivals))
+        complaint = self._complaint(request)
+        self._sequences[request.id] = sequence
+        if complaint:
+            self._fail(sequence, complaint)
+        elif sequence.is_full:
+            self._finish(sequence, "length")
+        else:
+            self._waiting.append(sequence)
+
+    def cancel(self, request: str) -> None:
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._finish(sequence, "cancelled")
+
+    def grant(self, frames: int, epoch: int) -> None:
+        """Change the KV grant. Sequences with blocks beyond a smaller one are preempted."""
+        for sequence in reversed(self._running.copy()):
+            if not self._blocks.fits(sequence.blocks, frames):
+                self._preempt(sequence)
+        self._blocks.grant(frames)
+        self._kv_wanted = 0
+        self._reports.append(KvReleased(self._model, frames, epoch))
+
+    def clear(self) -> None:
+        """Drop every sequence without a word and give all blocks back."""
+        for sequence in list(self._sequences.values()):
+            self._forget(sequence)
+
+    # ---- the forward pass
+
+    def plan(self) -> Step | None:
+        """The next forward pass; None if there is nothing to run, or no block to run it with."""
+        self._short_of_blocks = False
+        chunks = self._decodes()
+        budget = self._max_tokens - len(chunks)
+        for sequence in self._running:
+            if sequence.pending > 1 and budget > 0:
+                chunks.append(Chunk(sequence, min(sequence.pending, budget)))
+                budget -= chunks[-1].length
+        while budget > 0 and (newcomer := self._admit()) is not None:
+            chunks.append(Chunk(newcomer, min(newcomer.pending, budget)))
+            budget -= chunks[-1].length
+        if self._short_of_blocks:
+            self._want_more()
+        return _step(chunks) if chunks else None
+
+    def complete(self, step: Step, sampled: list[Sampled | None]) -> None:
+        """The pass is done; `sampled` has the new token of each of `step.sampled`, None where logits are not finite."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.length
+            if not sequence.started:
+                sequence.started = True
+                self._reports.append(Started(sequence.id))
+        for sequence, result in zip(step.sampled, sampled, strict=True):
+            if result is None:
+                self._fail(sequence, "The model's logits are not finite. Its weights or its dtype may be wrong.")
+            else:
+                self._extend(sequence, result)
+
+    def fail(self, step: Step, message: str) -> None:
+        """The pass had a defect: whoever took part in it is over."""
+        for chunk in step.chunks:
+            self._fail(chunk.sequence, message)
+
+    # ---- planning
+
+    def _decodes(self) -> list[Chunk]:
+        """One token of each sequence that is decoding and has, or finds, a block for it; oldest first."""
+        chunks = []
+        for sequence in self._running.copy():
+            if sequence.pending == 1 and sequence.blocks and self._grow(sequence):
+                chunks.append(Chunk(sequence, 1))
+        return chunks
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """See that a sequence has blocks for all its tokens, at the cost of younger ones."""
+        missing = sequence.blocks_needed - len(sequence.blocks)
+        while missing:
+            blocks = self._blocks.take(missing)
+            if blocks is not None:
+                sequence.blocks += blocks
+                return True
+            self._short_of_blocks = True
+            youngest = self._running[-1]
+            if len(self._running) > 1:
+                self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _admit(self) -> Sequence | None:
+        """Let the longest waiter in, with blocks for all its tokens, if there is room for it."""
+        if not self._waiting or len(self._running) >= self._max_sequences:
+            return None
+        sequence = self._waiting[0]
+        # Without these spare blocks, a newcomer would be preempted by the next decode that needs one.
+        spare = sum(running.blocks_wanted - len(running.blocks) for running in self._running)
+        needed = sequence.blocks_needed
+        blocks = self._blocks.take(needed) if needed + spare <= self._blocks.available else None
+        if blocks is None:
+            self._short_of_blocks = True
+            return None
+        sequence.blocks = blocks
+        insort(self._running, self._waiting.popleft(), key=_arrival)
+        return sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._blocks.give_back(sequence.blocks)
+        sequence.rewind()
+        insort(self._waiting, sequence, key=_arrival)
+
+    def _want_more(self) -> None:
+        """Say how many frames would do for all, once for each number, if that is more than the grant."""
+        candidates = islice(chain(self._running, self._waiting), self._max_sequences)
+        blocks = sum(sequence.blocks_wanted for sequence in candidates)
+        frames = self._blocks.frames_for(blocks)
+        if frames > self._blocks.granted and frames != self._kv_wanted:
+            self._kv_wanted = frames
+            self._reports.append(KvWanted(self._model, frames))
+
+    # ---- endings
+
+    def _complaint(self, request: GenerationRequest) -> str | None:
+        tokens = request.prompt
+        if not tokens:
+            return "The prompt has no tokens."
+        if len(tokens) >= self._context_length:
+            return (
+                f"The prompt has {len(tokens)} tokens, which leaves no room for an answer in the model's context of "
+                f"{self._context_length}. Shorten it."
+            )
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return f"The prompt holds a token that is not in the model's vocabulary of {self._vocab_size}."
+        return None
+
+    def _extend(self, sequence: Sequence, result: Sampled) -> None:
+        index = sequence.answered
+        finish = sequence.append(result.token)
+        delivered = finish != "stop"
+        if finish is not None:
+            self._forget(sequence)
+        wants_logprobs = sequence.request.sampling.logprobs is not None
+        logprobs = (result.logprob,) if delivered and result.logprob is not None else ()
+        self._reports.append(
+            Tokens(
+                sequence.id,
+                index,
+                (result.token,) if delivered else (),
+                logprobs if wants_logprobs else None,
+                finish,
+            )
+        )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._forget(sequence)
+        self._reports.append(Tokens(sequence.id, sequence.answered, (), None, reason))
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._forget(sequence)
+        self._reports.append(RequestFailed(sequence.id, message))
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Take a sequence out and give its blocks back."""
+        del self._sequences[sequence.id]
+        if sequence.blocks:
+            self._running.remove(sequence)
+            self._blocks.give_back(sequence.blocks)
+            sequence.rewind()
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self._ended(sequence.id)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _step(chunks: list[Chunk]) -> Step:
+    """Pack chunks into one row of tokens."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slices: list[SequenceSlice] = []
+    sampled: list[int] = []
+    for chunk in chunks:
+        sequence, start = chunk.sequence, len(tokens)
+        context = sequence.computed + chunk.length
+        tokens.extend(sequence.tokens[sequence.computed : context])
+        positions.extend(range(sequence.computed, context))
+        slices.append(SequenceSlice(start, chunk.length, context, sequence.blocks[: kv_blocks(context)]))
+        if chunk.is_last:
+            sampled.append(start + chunk.length - 1)
+    return Step(
+        StepBatch(tuple(tokens), tuple(positions), tuple(slices), tuple(sampled)),
+        tuple(chunks),
+        tuple(chunk.sequence for chunk in chunks if chunk.is_last),
+    )

@@ -1,0 +1,201 @@
+"""One model's thread: takes commands, plans a forward pass, runs it in its turn, reports, and again.
+
+Everything that touches the model's sequences and blocks happens in this thread, between two passes; other threads only
+leave commands in its inbox. The thread starts with the first command, and waits for the next when there is nothing to
+run.
+
+A pass that lacks a layer's pages gives its turn away and waits for them. A command that cannot wait that long (a
+cancel, a grant, an abort) makes it give up: nothing of it is kept, and the next pass is planned anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.batching import Batcher, Step
+from engine.blocks import BlockManager
+from engine.model import ModelRunnerProtocol
+from engine.request import EngineReport
+from engine.sampling import sample
+from engine.turn import Turn
+from swapper.errors import PageInAborted
+from swapper.pager import PagedShard
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+Emit = Callable[[Sequence[EngineReport]], None]
+
+RETRY_SECONDS = 0.25
+"""How long to wait for what no command announces: frames of the pool that others give back, a page-in begun again."""
+
+
+class ModelRunner:
+    """The batch loop of one model."""
+
+    def __init__(
+        self,
+        model: ModelRunnerProtocol,
+        shard: PagedShard,
+        blocks: BlockManager,
+        batcher: Batcher,
+        turn: Turn,
+        emit: Emit,
+        compute_threads: int,
+    ) -> None:
+        """`emit` is called from the model's thread, in order; it must neither wait nor call the engine."""
+        self._model = model
+        self._shard = shard
+        self._blocks = blocks
+        self._kv = model.kv_cache(blocks.region)
+        self._batcher = batcher
+        self._turn = turn
+        self._emit = emit
+        self._compute_threads = compute_threads
+        self.steps = 0  # forward passes done; written by the model's thread only, like the next
+        self.broken: Exception | None = None  # what ended the thread before its time
+        self._changed = threading.Condition()  # guards everything below
+        self._inbox: list[Command] = []
+        self._thread: threading.Thread | None = None
+        self._interrupted = False  # since commands were last taken
+        self._in_pass = False
+        self._closing = False
+
+    @property
+    def batcher(self) -> Batcher:
+        """For commands, which run in the model's thread."""
+        return self._batcher
+
+    # ---- from any thread
+
+    def post(self, command: Command, *, interrupt: bool = False) -> bool:
+        """Have the model's thread run `command` before its next pass, in order; False if the model is being closed.
+
+        With `interrupt`, a pass that waits for pages gives up for it; one that computes is never cut short.
+        """
+        with self._changed:
+            if self._closing:
+                return False
+            self._inbox.append(command)
+            self._interrupted |= interrupt
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"model {self._model.name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        if interrupt:
+            self._shard.wake()
+        return True
+
+    def call(self, command: Command, timeout: float) -> None:
+        """Like `post` with `interrupt`, and return when it has run. Raises TimeoutError."""
+        done = threading.Event()
+
+        def run() -> None:
+            command()
+            done.set()
+
+        if self.post(run, interrupt=True) and not done.wait(timeout):
+            raise TimeoutError(f"Model {self._model.name} is still in one forward pass after {timeout:g} s.")
+
+    def fence(self, timeout: float) -> None:
+        """Return once no pass is under way. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._in_pass, timeout):
+                raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
+
+    def stop(self) -> None:
+        """Ask the thread to end after the pass it is in; what it still has is dropped without a word."""
+        with self._changed:
+            self._closing = self._interrupted = True
+            self._changed.notify_all()
+        self._shard.wake()
+
+    def close(self, timeout: float) -> None:
+        """Stop, wait for the thread's end, and give all KV memory back. Raises TimeoutError."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
+        self._batcher.clear()
+        self._blocks.close()
+
+    # ---- in the model's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._compute_threads)
+        patience: float | None = 0.0
+        try:
+            with torch.inference_mode():
+                while self._obey(patience):
+                    patience = self._advance()
+        except Exception as error:  # a defect of ours: requests of this model would never be answered
+            self.broken = error
+            logger.exception("The batch loop of model %s broke down.", self._model.name)
+
+    def _obey(self, patience: float | None) -> bool:
+        """Run the commands that came, waiting up to `patience` seconds for one (None: as long as it takes).
+
+        False when it is time to end.
+        """
+        with self._changed:
+            if patience != 0.0:
+                self._changed.wait_for(lambda: self._inbox or self._closing, patience)
+            commands, self._inbox = self._inbox, []
+            self._interrupted = closing = self._closing
+        for command in commands:
+            command()
+        return not closing
+
+    def _advance(self) -> float | None:
+        """Make one forward pass, if there is one to make. Returns how long to wait for a command before the next."""
+        step = self._batcher.plan()
+        self._report()
+        if step is None:
+            return None if self._batcher.is_empty else RETRY_SECONDS
+        try:
+            self._pass(step)
+        except PageInAborted:  # given up for a command, or the page-in failed and an abort is on its way
+            return RETRY_SECONDS
+        except Exception as error:
+            # Whatever a model's code may raise ends the requests of this pass, and only those.
+            logger.exception("A forward pass of model %s failed.", self._model.name)
+            self._batcher.fail(step, f"The forward pass failed: {type(error).__name__}: {error}")
+        self._report()
+        return 0.0
+
+    def _pass(self, step: Step) -> None:
+        with self._changed:
+            self._in_pass = True
+        try:
+            with self._turn:
+                logits = self._model.forward(step.batch, self._kv, self._wait_for_pages)
+                sampled = sample(logits, step.rows())
+                self.steps += 1
+        finally:
+            with self._changed:
+                self._in_pass = False
+                self._changed.notify_all()
+        self._batcher.complete(step, sampled)
+
+    def _wait_for_pages(self, nbytes: int) -> None:
+        """The page gate: lets other models run while shard bytes `[0, nbytes)` are not in."""
+        if self._shard.is_ready(nbytes):
+            return
+        self._turn.release()
+        try:
+            self._shard.wait(nbytes, self._is_interrupted)
+        finally:
+            self._turn.acquire()
+
+    def _is_interrupted(self) -> bool:
+        return self._interrupted
+
+    def _report(self) -> None:
+        reports = self._batcher.take_reports()
+        if reports:
+            self._emit(reports)

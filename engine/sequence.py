@@ -1,0 +1,68 @@
+"""One request while the engine works on it: its tokens, and how many of them have keys and values in which blocks."""
+
+from __future__ import annotations
+
+from engine.request import FinishReason, GenerationRequest
+from swapper.geometry import kv_blocks
+
+
+class Sequence:
+    """Prompt and answer so far. `tokens[:computed]` have their keys and values in `blocks`, the rest is yet to run."""
+
+    __slots__ = ("answer_counts", "arrival", "blocks", "computed", "limit", "request", "started", "tokens")
+
+    def __init__(self, request: GenerationRequest, context_length: int, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.tokens = [*request.prompt, *request.answer]
+        self.limit = min(len(request.prompt) + request.sampling.max_tokens, context_length)  # tokens, at most
+        self.blocks: tuple[int, ...] = ()
+        self.computed = 0
+        self.started = False
+        self.answer_counts: dict[int, int] = {}  # how often each token stands in the answer, for the penalties
+        for token in request.answer:
+            self._count(token)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer, and so the index of the next one."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are yet to run: 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def blocks_needed(self) -> int:
+        """Blocks that hold all its tokens."""
+        return kv_blocks(len(self.tokens))
+
+    @property
+    def blocks_wanted(self) -> int:
+        """Blocks for its tokens and one more for those to come, but not more than it can ever fill."""
+        return max(self.blocks_needed, min(self.blocks_needed + 1, kv_blocks(self.limit)))
+
+    def append(self, token: int) -> FinishReason | None:
+        """Take a sampled token; says whether the answer ends with it, or before it ("stop")."""
+        if token in self.request.sampling.stop_tokens:
+            return "stop"
+        self.tokens.append(token)
+        self._count(token)
+        return "length" if self.is_full else None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) >= self.limit
+
+    def rewind(self) -> None:
+        """Forget all keys and values: they are computed again, answer included, when there is room."""
+        self.blocks = ()
+        self.computed = 0
+
+    def _count(self, token: int) -> None:
+        self.answer_counts[token] = self.answer_counts.get(token, 0) + 1

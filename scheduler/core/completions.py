@@ -1,0 +1,168 @@
+"""What groups report: pages, KV, finished requests, their own coming and going.
+
+Every report that answers an action carries its epoch. `find` is the one place where a stale report is told from a true
+one: after a group was lost or a model failed, a report may still be on its way that speaks of what is gone.
+"""
+
+from __future__ import annotations
+
+from scheduler.core.actions import Fail, Reason
+from scheduler.core.admission import refuse_hopeless
+from scheduler.core.events import (
+    Finished,
+    KvReleased,
+    KvWanted,
+    PagedIn,
+    PagedOut,
+    PageInFailed,
+    PageOutFailed,
+    WorkerLost,
+    WorkerUp,
+)
+from scheduler.core.fitting import rehome
+from scheduler.core.ledger import Ledger
+from scheduler.core.placement import Placement
+from scheduler.core.requests import Request
+from scheduler.core.state import Group, State
+from scheduler.core.transitions import Signal
+
+SMOOTHING = 0.1
+"""Weight of the latest request in the average service time."""
+
+
+def find(state: State, group: str, model: str) -> Placement | None:
+    """The placement that a report speaks of; None if the group or the model is gone."""
+    known = state.groups.get(group)
+    return known.placements.get(model) if known is not None else None
+
+
+def paged_in(state: State, event: PagedIn) -> None:
+    """The race: the group was lost, or an earlier extent failed, after this one was sent. It is not awaited then."""
+    placement = find(state, event.group, event.model)
+    if placement is None or not placement.awaits(event.epoch):
+        return
+    placement.extents.popleft()
+    placement.resident = event.last
+    state.settle(placement)
+    if placement.resident == placement.pages:
+        placement.used = state.now
+        model = state.models[event.model]
+        model.failures, model.failure, model.retry_at = 0, None, 0.0
+
+
+def page_in_failed(state: State, event: PageInFailed) -> None:
+    """The model is absent. Everyone who waits for it hears of it; the next try comes after a pause.
+
+    The race: a second extent, a grant and a request may have been sent after the worker had failed. The second
+    extent's own failure is not awaited any more. The grant is taken back like any other: its frames stay
+    reserved until the worker answers. The request is stopped by a Cancel.
+    """
+    placement = find(state, event.group, event.model)
+    if placement is None or not placement.awaits(event.epoch):
+        return
+    placement.follow(Signal.IN_FAILED)
+    placement.extents.clear()
+    state.release(state.groups[event.group], placement, 0)
+    model = state.models[event.model]
+    model.failures += 1
+    model.failure = event.message
+    pause = state.config.backoff(model.failures)
+    model.retry_at = state.now + pause
+    message = f"Model {event.model} could not be loaded: {event.message}"
+    for request in [*(state.requests[running] for running in placement.running), *model.waiting]:
+        state.fail(request, "load_failed", message, pause)
+    for job in model.loads():
+        state.fail_job(job, "load_failed", message, pause)
+
+
+def paged_out(state: State, event: PagedOut) -> None:
+    """The race: the group was lost after the page-out was sent; with it went the placement, or its epoch."""
+    placement = find(state, event.group, event.model)
+    if placement is None or placement.leaving is None or placement.leaving.epoch != event.epoch:
+        return
+    placement.follow(Signal.TAIL_OUT if event.keep else Signal.ALL_OUT)
+    placement.leaving = None
+    placement.out_failures, placement.out_message = 0, ""
+    state.release(state.groups[event.group], placement, event.keep)
+
+
+def page_out_failed(state: State, event: PageOutFailed) -> None:
+    """Nothing was unmapped, which only a defect can cause: tried again after a pause, a few times."""
+    placement = find(state, event.group, event.model)
+    if placement is None or placement.leaving is None or placement.leaving.epoch != event.epoch:
+        return  # stale, as in `paged_out`
+    is_whole = placement.resident == placement.pages
+    placement.follow(Signal.OUT_FAILED_WHOLE if is_whole else Signal.OUT_FAILED_PART)
+    placement.leaving = None
+    placement.out_failures += 1
+    placement.out_message = event.message
+    placement.out_retry_at = state.now + state.config.backoff(placement.out_failures)
+
+
+def kv_wanted(state: State, event: KvWanted) -> None:
+    """The race: the batch may have ended since; an idle model is granted nothing."""
+    placement = find(state, event.group, event.model)
+    if placement is not None and placement.running:
+        placement.kv.wanted = event.frames
+
+
+def kv_released(state: State, event: KvReleased) -> None:
+    placement = find(state, event.group, event.model)
+    if placement is not None:
+        placement.kv.released(event.epoch, event.frames)
+        state.groups[event.group].ledger.set_kv(event.model, placement.kv.reserved)
+
+
+def finished(state: State, event: Finished) -> None:
+    """The race: a request that was failed here finishes there. One that waits again, because its group was lost,
+    cannot have finished: after a loss nothing of before is reported.
+    """
+    request = state.requests.get(event.request)
+    if request is None or request.group is None:
+        return
+    state.groups[request.group].placements[request.model].used = state.now
+    state.models[request.model].last_finish = state.now
+    state.service_seconds += SMOOTHING * (state.now - request.served - state.service_seconds)
+    state.forget(request)
+
+
+def worker_lost(state: State, event: WorkerLost) -> None:
+    group = state.groups.get(event.group)
+    if group is not None and group.up:
+        _lose(state, group, event.message)
+
+
+def worker_up(state: State, event: WorkerUp) -> None:
+    """A group comes up empty. If it was up, it was restarted before its loss was heard of."""
+    group = state.groups.get(event.group)
+    if group is not None and group.up:
+        _lose(state, group, "it was restarted")
+    state.groups[event.group] = Group(event.group, event.ranks, Ledger(event.ranks, event.frames))
+    rehome(state)
+    refuse_hopeless(state)
+
+
+def _lose(state: State, group: Group, message: str) -> None:
+    """Everything on the group is gone. What ran there waits again in its old place, with its full patience."""
+    group.up = False
+    for placement in group.placements.values():
+        placement.follow(Signal.LOST)
+        for request in [state.requests[running] for running in placement.running]:
+            if request.cancelled:
+                _end_lost(state, request, "engine_failed", f"Group {group.name} was lost: {message}")
+            elif state.models[request.model].removed:
+                _end_lost(state, request, "removed", f"Group {group.name} was lost and model {request.model} removed.")
+            else:
+                request.deadline = state.now + request.patience
+                state.enqueue(request)
+    group.placements = {}
+    group.ledger = Ledger(group.ranks, group.ledger.capacity)
+    for model in state.models.values():
+        if model.target == group.name:
+            model.target = None
+
+
+def _end_lost(state: State, request: Request, reason: Reason, message: str) -> None:
+    """Last word on a request that ran on a lost group and is not to run again. Nobody is left to cancel it."""
+    state.forget(request)
+    state.actions.append(Fail(request.id, reason, message))

@@ -1,0 +1,198 @@
+"""The scheduler's pure core: `SchedulerCore.step(event) -> list[Action]`.
+
+Deterministic and synchronous: no clock (events carry the time), no I/O, no randomness; the same events give the same
+actions. A step checks the event against what can be, lets it change the state (`admission.py`, `completions.py`),
+and then plans what is to be done (`planner.py`). Failures below are events; only a defect raises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from scheduler.core import admission, completions, events
+from scheduler.core.actions import Action
+from scheduler.core.config import CoreConfig
+from scheduler.core.placement import Placement
+from scheduler.core.planner import Planner
+from scheduler.core.state import Model, State
+from scheduler.core.transitions import InvalidTransition, Phase
+from scheduler.core.view import GroupView, ModelView, PlacementView
+
+__all__ = ["CoreConfig", "InvalidTransition", "SchedulerCore"]
+
+HISTORY = 32
+"""Events that an InvalidTransition tells of."""
+
+
+def _drain_began(state: State, event: events.DrainBegan) -> None:
+    state.draining = True
+
+
+def _nothing(state: State, event: events.Event) -> None:
+    """Started and Tick: the planner, which runs after every event, does what there is to do."""
+
+
+_HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
+    {
+        events.Arrived: admission.arrived,
+        events.Cancelled: admission.cancelled,
+        events.LoadWanted: admission.load_wanted,
+        events.EvictWanted: admission.evict_wanted,
+        events.Pinned: admission.pinned,
+        events.Unpinned: admission.unpinned,
+        events.ModelAdded: admission.model_added,
+        events.ModelRemoved: admission.model_removed,
+        events.PagedIn: completions.paged_in,
+        events.PageInFailed: completions.page_in_failed,
+        events.PagedOut: completions.paged_out,
+        events.PageOutFailed: completions.page_out_failed,
+        events.KvWanted: completions.kv_wanted,
+        events.KvReleased: completions.kv_released,
+        events.Finished: completions.finished,
+        events.WorkerUp: completions.worker_up,
+        events.WorkerLost: completions.worker_lost,
+        events.DrainBegan: _drain_began,
+        events.Started: _nothing,
+        events.Tick: _nothing,
+    }
+)
+
+
+class SchedulerCore:
+    """Owned by one driver, which alone calls `step`. Everything else here only looks."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self._state = State(config)
+        self._history: deque[events.Event] = deque(maxlen=HISTORY)
+
+    def step(self, event: events.Event) -> list[Action]:
+        """Take in one event; returns what to do, in order.
+
+        Raises InvalidTransition, with the last events attached, if the event cannot have happened.
+        """
+        self._history.append(event)
+        state = self._state
+        try:
+            self._check(event)
+            state.now = max(state.now, event.at)
+            _HANDLERS[type(event)](state, event)
+            Planner(state).plan()
+        except InvalidTransition as error:
+            error.attach(self._history)
+            raise
+        finally:
+            actions, state.actions = state.actions, []
+        return actions
+
+    # ---- looking
+
+    def models(self) -> tuple[ModelView, ...]:
+        """All models that are known, those that are being removed among them."""
+        return tuple(self._model_view(model) for model in self._state.models.values())
+
+    def model(self, name: str) -> ModelView | None:
+        """None once a model is gone: never added, or removed with all its pages out."""
+        model = self._state.models.get(name)
+        return self._model_view(model) if model is not None else None
+
+    def groups(self) -> tuple[GroupView, ...]:
+        return tuple(
+            GroupView(group.name, group.ranks, group.up, group.ledger.capacity, min(group.ledger.free()))
+            for group in self._state.groups.values()
+        )
+
+    def request(self, request: str) -> Literal["waiting", "running"] | None:
+        """None once it has had its last word."""
+        known = self._state.requests.get(request)
+        if known is None:
+            return None
+        return "waiting" if known.group is None else "running"
+
+    @property
+    def unfinished(self) -> int:
+        """Requests and jobs that have not had their last word."""
+        return len(self._state.requests) + sum(len(model.jobs) for model in self._state.models.values())
+
+    def _model_view(self, model: Model) -> ModelView:
+        name = model.spec.name
+        placements = list(self._state.placements(name))
+        main = max(placements, key=_prominence, default=None)
+        stuck = next((placement for placement in placements if placement.is_stuck), None)
+        return ModelView(
+            name=name,
+            pages=model.pages,
+            group=main.group if main is not None and main.phase is not Phase.ABSENT else None,
+            phase=main.phase if main is not None else Phase.ABSENT,
+            resident=main.resident if main is not None else 0,
+            kv_frames=main.kv.reserved if main is not None else 0,
+            pinned=model.pinned is not None,
+            waiting=len(model.waiting),
+            running=self._state.running(name),
+            last_finish=model.last_finish,
+            failure=model.failure or (stuck.out_message if stuck is not None else None),
+            retry_at=_retry_at(model),
+            placements=tuple(_placement_view(placement) for placement in placements),
+        )
+
+    # ---- what cannot be
+
+    def _check(self, event: events.Event) -> None:
+        """Raise InvalidTransition for what neither a client, nor a worker, nor a race between them can cause."""
+        match event:
+            case events.Arrived(request=ident):
+                self._check_new(ident)
+            case events.LoadWanted(job=ident) | events.EvictWanted(job=ident):
+                self._check_new(ident)
+            case events.ModelAdded(model=spec):
+                if spec.name in self._state.models:
+                    raise InvalidTransition(f"model {spec.name} is known already; it has to be gone before it is added")
+            case events.PagedIn():
+                self._check_paged_in(event)
+            case events.KvReleased():
+                placement = completions.find(self._state, event.group, event.model)
+                known = placement is not None and placement.kv.awaits(event.epoch)
+                if placement is not None and known and event.frames > placement.kv.reserved:
+                    raise InvalidTransition(
+                        f"{event.model} may hold {placement.kv.reserved} KV frames on {event.group}, not {event.frames}"
+                    )
+            case events.PagedOut():
+                placement = completions.find(self._state, event.group, event.model)
+                leaving = placement.leaving if placement is not None else None
+                if leaving is not None and leaving.epoch == event.epoch and leaving.keep != event.keep:
+                    raise InvalidTransition(f"{leaving.keep} pages were to be kept, not {event.keep}")
+
+    def _check_new(self, ident: str) -> None:
+        jobs = (job.id for model in self._state.models.values() for job in model.jobs)
+        if ident in self._state.requests or ident in jobs:
+            raise InvalidTransition(f"{ident} names a request or job that has not ended yet")
+
+    def _check_paged_in(self, event: events.PagedIn) -> None:
+        placement = completions.find(self._state, event.group, event.model)
+        if placement is None or not placement.awaits(event.epoch):
+            return
+        first = placement.extents[0]
+        if (event.epoch, event.last) != (first.epoch, first.last):
+            raise InvalidTransition(f"extents come in order: the next ends at page {first.last}, epoch {first.epoch}")
+
+
+def _prominence(placement: Placement) -> tuple[bool, int, bool]:
+    return placement.is_busy, placement.resident, placement.phase is Phase.FAILED
+
+
+def _retry_at(model: Model) -> float | None:
+    return model.retry_at if model.failure is not None else None
+
+
+def _placement_view(placement: Placement) -> PlacementView:
+    return PlacementView(
+        group=placement.group,
+        phase=placement.phase,
+        resident=placement.resident,
+        reserved=placement.reserved,
+        kv_frames=placement.kv.reserved,
+        running=len(placement.running),
+    )

@@ -1,0 +1,82 @@
+"""Whether a model can fit at all, whatever is paged out: sizes against capacity and against what is pinned."""
+
+from __future__ import annotations
+
+from scheduler.core.ledger import distinct_pages
+from scheduler.core.state import Group, Model, State
+
+MINIMAL_KV = 1
+"""KV frames a group must have left beside its pinned models."""
+
+
+def matching_groups(state: State, model: Model) -> list[Group]:
+    """Groups that have a rank for each shard, whether they are up or expected back."""
+    return [group for group in state.groups.values() if group.ranks == len(model.spec.shards)]
+
+
+def pinned_on(state: State, group: Group, beside: Model | None = None) -> list[Model]:
+    """Models pinned on a group, in the order in which they were pinned; `beside` is left out."""
+    pinned = [model for model in state.models.values() if model.home == group.name and model is not beside]
+    return sorted(pinned, key=lambda model: model.pinned or 0)
+
+
+def frames_needed(state: State, group: Group, model: Model, kv_frames: int) -> int:
+    """Frames on the fullest rank that hold the model, its KV, and all that is pinned there."""
+    together = [model.spec.shards, *(pinned.spec.shards for pinned in pinned_on(state, group, model))]
+    return max(distinct_pages(together, rank) for rank in range(group.ranks)) + kv_frames
+
+
+def can_hold(state: State, group: Group, model: Model, kv_frames: int) -> bool:
+    return frames_needed(state, group, model, kv_frames) <= group.ledger.capacity
+
+
+def never_fits(state: State, model: Model, kv_frames: int) -> bool:
+    """Whether waiting is in vain. While no group of the right shape is known, there is hope."""
+    groups = matching_groups(state, model)
+    return bool(groups) and not any(can_hold(state, group, model, kv_frames) for group in groups)
+
+
+def why_not(state: State, model: Model, kv_frames: int) -> str:
+    """A sentence for `never_fits`: bytes needed and available on the best group, and who is pinned there."""
+    name, page_bytes = model.spec.name, state.config.page_bytes
+    groups = matching_groups(state, model)
+    if not groups:
+        return f"No group of {len(model.spec.shards)} workers has come up yet, which model {name} needs."
+    best = max(groups, key=lambda group: group.ledger.capacity - frames_needed(state, group, model, kv_frames))
+    alone = max(len(pages) for pages in model.identities)
+    pinned = pinned_on(state, best, model)
+    taken = frames_needed(state, best, model, kv_frames) - alone - kv_frames
+    available = best.ledger.capacity - taken
+    sentence = (
+        f"Model {name} needs {(alone + kv_frames) * page_bytes} bytes ({alone * page_bytes} of weights, "
+        f"{kv_frames * page_bytes} of KV cache), but group {best.name} can give it {available * page_bytes} bytes "
+        f"of its {best.ledger.capacity * page_bytes}"
+    )
+    if not pinned:
+        return sentence + "; use a group with more memory, or ask for fewer tokens."
+    names = ", ".join(other.spec.name for other in pinned)
+    return sentence + f": pinned models ({names}) keep {taken * page_bytes} bytes. Unpin one of them."
+
+
+def choose_home(state: State, model: Model) -> Group | None:
+    """A group on which the model can be pinned beside those pinned there already."""
+
+    def preference(group: Group) -> tuple[bool, int, int]:
+        placement = group.placements.get(model.spec.name)
+        return group.up, placement.resident if placement else 0, min(group.ledger.free())
+
+    groups = [group for group in matching_groups(state, model) if can_hold(state, group, model, MINIMAL_KV)]
+    return max(groups, key=preference, default=None)
+
+
+def rehome(state: State) -> None:
+    """A group's size changed: keep every pin that still fits, the oldest first, and find the others a new home."""
+    pinned = sorted((m for m in state.models.values() if m.pinned is not None), key=lambda m: m.pinned or 0)
+    homes = [(model, model.home) for model in pinned]
+    for model in pinned:
+        model.home = None
+    for model, before in homes:
+        group = state.groups.get(before) if before is not None else None
+        if group is None or not can_hold(state, group, model, MINIMAL_KV):
+            group = choose_home(state, model)
+        model.home = group.name if group is not None else None

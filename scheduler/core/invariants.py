@@ -1,0 +1,92 @@
+"""What is true of the core between steps, whatever happens. Tests call `check` after every step."""
+
+from __future__ import annotations
+
+from scheduler.core.core import SchedulerCore
+from scheduler.core.fitting import MINIMAL_KV, can_hold
+from scheduler.core.ledger import Ledger
+from scheduler.core.placement import EXTENTS_AHEAD, Placement
+from scheduler.core.state import Group, State
+from scheduler.core.transitions import Phase
+
+
+def check(core: SchedulerCore) -> None:
+    """Raises AssertionError, naming what does not hold."""
+    state = core._state
+    for group in state.groups.values():
+        _check_frames(state, group)
+        for placement in group.placements.values():
+            _check_pages(placement)
+            _check_work(state, group, placement)
+    _check_requests(state)
+    _check_pins(state)
+
+
+def _check_frames(state: State, group: Group) -> None:
+    assert min(group.ledger.free()) >= 0, f"group {group.name} has more reserved than its capacity"
+    recount = Ledger(group.ranks, group.ledger.capacity)
+    for placement in group.placements.values():
+        recount.hold(state.models[placement.model].spec.shards, 0, placement.reserved)
+        recount.set_kv(placement.model, placement.kv.reserved)
+    assert recount.holders == group.ledger.holders, f"the ledger of {group.name} miscounts pages"
+    assert recount.kv == group.ledger.kv, f"the ledger of {group.name} miscounts KV frames"
+    assert recount.free() == group.ledger.free(), f"the ledger of {group.name} miscounts free frames"
+    assert group.up or not group.placements, f"group {group.name} is down and holds something"
+
+
+def _check_pages(placement: Placement) -> None:
+    """Pages are in, asked for and reserved in order; one page-in or one page-out at a time."""
+    name, phase = f"{placement.model} on {placement.group}", placement.phase
+    assert 0 <= placement.resident <= placement.issued <= placement.reserved <= placement.pages, name
+    assert len(placement.extents) <= EXTENTS_AHEAD, f"{name} has too many extents outstanding"
+    ends = [placement.resident, *(extent.last for extent in placement.extents)]
+    assert ends == sorted(set(ends)), f"{name}: extents {ends} are out of order"
+    assert ends[-1] == placement.issued, f"{name}: extents end at {ends[-1]}, pages up to {placement.issued} are issued"
+    assert (phase is Phase.LOADING) == bool(placement.extents), f"{name} is {phase} with extents {placement.extents}"
+    assert (phase is Phase.EVICTING) == (placement.leaving is not None), f"{name} is {phase}, {placement.leaving}"
+    if phase is not Phase.LOADING:
+        assert placement.resident == placement.reserved, f"{name} is {phase} and keeps frames for nothing"
+    held = {Phase.ABSENT: 0, Phase.FAILED: 0, Phase.RESIDENT: placement.pages}.get(phase)
+    assert held is None or placement.resident == held, f"{name} is {phase} with {placement.resident} pages"
+    if phase is Phase.PARTIAL:
+        assert 0 < placement.resident < placement.pages, f"{name} is partial with {placement.resident} pages"
+
+
+def _check_work(state: State, group: Group, placement: Placement) -> None:
+    name = f"{placement.model} on {placement.group}"
+    if placement.running:
+        assert placement.phase in (Phase.LOADING, Phase.RESIDENT), f"requests run on {name}, which is {placement.phase}"
+        assert placement.reserved == placement.pages, f"requests run on {name}, whose pages are not all reserved"
+        assert placement.kv.granted >= placement.least_kv, f"a request on {name} may never get the KV it needs"
+        assert len(placement.running) <= state.config.max_running, f"too many requests run on {name}"
+    else:
+        assert placement.kv.granted == 0, f"{name} is idle and keeps KV"
+    if placement.leaving is not None:
+        assert state.models[placement.model].home != group.name, f"{name} is pinned and paged out"
+    busy = [other.group for other in state.placements(placement.model) if other.is_busy]
+    assert len(busy) <= 1, f"{placement.model} is busy on several groups: {busy}"
+
+
+def _check_requests(state: State) -> None:
+    waiting = [request.id for model in state.models.values() for request in model.waiting]
+    running = [
+        request
+        for group in state.groups.values()
+        for placement in group.placements.values()
+        for request in placement.running
+    ]
+    assert sorted(waiting + running) == sorted(state.requests), "a request is in no queue, or in two"
+    for model in state.models.values():
+        numbers = [request.number for request in model.waiting]
+        assert numbers == sorted(numbers), f"the queue of {model.spec.name} is out of order"
+        assert all(request.group is None for request in model.waiting)
+    limit = state.config.max_queue_total
+    assert sum(len(model.jobs) for model in state.models.values()) <= limit, "there are too many jobs"
+
+
+def _check_pins(state: State) -> None:
+    for model in state.models.values():
+        if model.home is not None:
+            assert model.pinned is not None, f"{model.spec.name} has a home and is not pinned"
+            home = state.groups[model.home]
+            assert can_hold(state, home, model, MINIMAL_KV), f"the pins on {model.home} do not fit together"

@@ -1,0 +1,35 @@
+"""What waits or runs: requests and jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+JobKind = Literal["load", "evict"]
+
+
+@dataclass(slots=True)
+class Request:
+    """A request from arrival to its last word. It waits while `group` is None, and runs on `group` otherwise."""
+
+    id: str
+    model: str
+    kv_frames: int
+    number: int  # of the arrival; never changes, so that a request that waits again keeps its place
+    arrived: float
+    patience: float  # how long it may wait, counted from its arrival, or anew from the loss of its worker
+    deadline: float
+    group: str | None = None
+    served: float = 0.0
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A load or an evict that is not done yet. (Pin and unpin are answered at once.)"""
+
+    id: str
+    kind: JobKind
+    model: str
+    number: int
+    at: float

@@ -1,0 +1,1 @@
+"""Policy: which demand first, on which group, whose pages go. Pure functions over frozen views."""

@@ -1,0 +1,123 @@
+"""The operator's routes: what is in memory, moving it, and whether the daemon is well."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from scheduler.interface import LoadRecord, ModelStatus
+from server.background import Act
+from server.errors import ApiError
+from server.service import Service, service_of
+from swapper.errors import ModelNotFound, Refused
+
+router = APIRouter(prefix="/admin")
+health = APIRouter()
+
+
+@router.get("/models")
+async def models(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    await service.catalog.refresh()
+    return {
+        "models": [_model(service, status) for status in service.scheduler.models()],
+        "problems": [{"name": name, "reason": why} for name, why in sorted(service.catalog.problems.items())],
+    }
+
+
+@router.get("/workers")
+async def workers(request: Request) -> dict[str, Any]:
+    return {"workers": [asdict(worker) for worker in service_of(request).scheduler.workers()]}
+
+
+@router.post("/models/{name:path}/load")
+async def load(request: Request, name: str, wait: bool = True) -> Response:
+    return await _act(request, name, "load", service_of(request).scheduler.load, wait)
+
+
+@router.post("/models/{name:path}/evict")
+async def evict(request: Request, name: str, wait: bool = True) -> Response:
+    return await _act(request, name, "evict", service_of(request).scheduler.evict, wait)
+
+
+@router.post("/models/{name:path}/pin")
+async def pin(request: Request, name: str) -> Response:
+    try:
+        return await _act(request, name, "pin", service_of(request).scheduler.pin)
+    except Refused as refusal:
+        if refusal.reason != "no_memory":
+            raise
+        # The pins do not fit together: a conflict with what was asked for before, which waiting does not solve.
+        raise ApiError(409, str(refusal), "no_memory", "model") from None
+
+
+@router.post("/models/{name:path}/unpin")
+async def unpin(request: Request, name: str) -> Response:
+    return await _act(request, name, "unpin", service_of(request).scheduler.unpin)
+
+
+async def _act(request: Request, alias: str, action: str, act: Act, wait: bool = True) -> Response:
+    """Do it and answer with what came of it; without `wait`, answer 202 at once."""
+    service = service_of(request)
+    name = (await service.catalog.find(alias)).name
+    if wait:
+        await act(name)
+    else:
+        service.background.start(f"{action} {name}", act, name)
+    status = next((status for status in service.scheduler.models() if status.name == name), None)
+    if status is None:
+        raise ModelNotFound(f"The model {name!r} was removed meanwhile.")
+    return Response(orjson.dumps(_model(service, status)), 200 if wait else 202, media_type="application/json")
+
+
+def _model(service: Service, status: ModelStatus) -> dict[str, Any]:
+    return {
+        **{field.name: getattr(status, field.name) for field in fields(status)},
+        "aliases": service.catalog.aliases(status.name),
+        "last_load": None if status.last_load is None else _load(status.last_load),
+    }
+
+
+def _load(record: LoadRecord) -> dict[str, Any]:
+    return {
+        "at": record.at,
+        "group": record.group,
+        "seconds": record.seconds,
+        "pages": record.pages,
+        "sources": {name: {"pages": part.pages, "bytes": part.nbytes} for name, part in record.sources.items()},
+        "stages": dict(record.stages),
+        "error": record.error,
+    }
+
+
+@health.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process answers. Whether it can serve is `/readyz`."""
+    return {"status": "ok"}
+
+
+@health.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 if requests will be served: the scheduler makes progress, a group is up, and no shutdown has begun."""
+    service = service_of(request)
+    live = service.scheduler.is_live()
+    details = {
+        "ready": live and not service.draining,
+        "scheduler": "ok" if live else "no progress, or no group of workers is up",
+        "draining": service.draining,
+        "workers": [
+            {"group": worker.group, "rank": worker.rank, "state": worker.state}
+            for worker in service.scheduler.workers()
+        ],
+        "models": len(service.catalog.models),
+    }
+    return Response(orjson.dumps(details), 200 if details["ready"] else 503, media_type="application/json")
+
+
+@health.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(service_of(request).metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})

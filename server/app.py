@@ -1,0 +1,52 @@
+"""The HTTP application: routes, keys, errors, and a bound on how much is taken on at once."""
+
+from __future__ import annotations
+
+from fastapi import Depends, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server import admin, errors
+from server.auth import key_required
+from server.openai import chat, completions, models
+from server.service import Service
+
+
+def create_app(service: Service) -> FastAPI:
+    # No generated documentation: bodies are read by our own code, of which FastAPI knows no schema.
+    app = FastAPI(title="gswapd", openapi_url=None)
+    app.state.service = service
+    errors.register(app)
+    keys = service.config.server
+    for routes in (models, chat, completions):
+        app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
+    app.include_router(admin.router, dependencies=[Depends(key_required(keys.admin_key))])
+    app.include_router(admin.health)
+    app.add_middleware(Admission, limit=keys.max_requests)
+    return app
+
+
+class Admission:
+    """Counts the API requests in the house, from their first byte to their last, and turns away those over the limit.
+
+    It bounds what the queues of the scheduler do not: reading bodies and tokenizing.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._inside = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        if self._inside >= self._limit:
+            message = f"The server is answering {self._limit} requests already; try again shortly."
+            refusal = errors.ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
+            await refusal.response()(scope, receive, send)
+            return
+        self._inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._inside -= 1

@@ -1,0 +1,41 @@
+"""Keys: one for the /v1 routes, one for the /admin routes, each optional."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+
+from fastapi import Request
+from pydantic import SecretStr
+
+from server.errors import ApiError
+
+
+def key_required(key: SecretStr | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency that lets a request pass if it bears `key`, or if there is none."""
+    wanted = None if key is None else key.get_secret_value().encode()
+
+    async def check(request: Request) -> None:
+        if wanted is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Compared as bytes: compare_digest takes no text outside ASCII.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), wanted):
+            problem = "Incorrect API key provided" if given else "No API key provided"
+            raise ApiError(
+                401,
+                f"{problem}. Send it as 'Authorization: Bearer KEY'.",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    return check
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,182 @@
+"""The models of the store as the server sees them, kept up to date while it serves.
+
+A cheap version of the store is compared every second, and when a name is asked for that is not known, so that a model
+can be used the moment `gswapd add` returns. What came or went is told to the scheduler. An image that cannot be served
+is reported, by the log and by `/admin/models`, and keeps nobody from the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler.interface import Scheduler, ServedModel
+from server.config import ModelConfig
+from swapper.errors import CorruptImage, ModelNotFound, Refused, StoreError
+from swapper.image import MANIFEST, Image
+from swapper.store import Store, StoreVersion
+
+logger = logging.getLogger(__name__)
+
+REFRESH_INTERVAL = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """A model that can be asked for."""
+
+    name: str
+    path: Path
+    fingerprint: str
+    context_length: int
+    created: int  # unix time of its publication
+    config: ModelConfig
+
+    @property
+    def identity(self) -> tuple[Path, str, int]:
+        """Differs if the name was removed and added again."""
+        return self.path, self.fingerprint, self.created
+
+
+class Catalog:
+    """The models that are served, by name and alias. Belongs to the event loop; only the store is read in a thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        scheduler: Scheduler,
+        configs: Mapping[str, ModelConfig],
+        page_bytes: int,
+        forgotten: Callable[[str], None],
+    ) -> None:
+        """`forgotten` is told the name of each model that went."""
+        self.models: dict[str, CatalogModel] = {}
+        self.problems: dict[str, str] = {}  # what is in the store and cannot be served: name -> why
+        self._store = store
+        self._scheduler = scheduler
+        self._configs = configs
+        self._page_bytes = page_bytes
+        self._forgotten = forgotten
+        self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
+        self._version: StoreVersion | None = None
+        self._refreshing = asyncio.Lock()
+        self._warming: set[asyncio.Task[None]] = set()
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        return self._configs[name].aliases if name in self._configs else ()
+
+    async def find(self, name: str) -> CatalogModel:
+        """A model by its name or alias. Raises ModelNotFound, or CorruptImage if it is there and cannot be served."""
+        name = self._aliases.get(name, name)
+        if name not in self.models:
+            await self.refresh()
+        if name in self.models:
+            return self.models[name]
+        if name in self.problems:
+            raise CorruptImage(f"Model {name!r} cannot be served: {self.problems[name]}")
+        raise ModelNotFound(f"The model {name!r} does not exist. GET /v1/models lists those that do.")
+
+    async def run(self) -> None:
+        """Keep the catalog up to date, until cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except OSError as error:
+                logger.error("The store %s cannot be read: %s", self._store.root, error)
+            await asyncio.sleep(REFRESH_INTERVAL)
+
+    async def refresh(self) -> None:
+        """Compare the store with what is known, and tell the scheduler of the difference."""
+        async with self._refreshing:
+            version = await asyncio.to_thread(self._store.version)
+            if version == self._version:
+                return
+            found, problems = await asyncio.to_thread(self._scan)
+            for name, why in problems.items():
+                if self.problems.get(name) != why:
+                    logger.error("Model %s cannot be served: %s", name, why)
+            self.problems = problems
+            for name in [n for n, known in self.models.items() if n not in found or found[n][0] != known]:
+                self._remove(name)
+            self._version = version
+            for name, added in found.items():
+                if name not in self.models and not self._add(*added):
+                    self._version = None  # look again soon
+
+    def _scan(self) -> tuple[dict[str, tuple[CatalogModel, ServedModel]], dict[str, str]]:
+        found: dict[str, tuple[CatalogModel, ServedModel]] = {}
+        problems: dict[str, str] = {}
+        for name in self._store.list():
+            try:
+                found[name] = self._describe(name, self._store.open(name))
+            except ModelNotFound:
+                continue  # removed since it was listed
+            except (StoreError, OSError) as error:
+                problems[name] = str(error)
+        return found, problems
+
+    def _describe(self, name: str, image: Image) -> tuple[CatalogModel, ServedModel]:
+        manifest = image.manifest
+        if manifest.tp * manifest.pp != 1:
+            raise StoreError(
+                f"It is packed for a {manifest.tp}×{manifest.pp} mesh and the group has one worker. "
+                "Remove it and add it again with --tp 1 --pp 1."
+            )
+        model = CatalogModel(
+            name=name,
+            path=image.path,
+            fingerprint=manifest.fingerprint,
+            context_length=manifest.context_length,
+            created=int((image.path / MANIFEST).stat().st_mtime),
+            config=self._configs.get(name, ModelConfig()),
+        )
+        served = ServedModel(
+            name=name,
+            path=str(image.path),
+            page_bytes=self._page_bytes,
+            page_hashes=tuple(shard.page_hashes(self._page_bytes) for shard in manifest.shards),
+            nbytes=sum(shard.nbytes for shard in manifest.shards),
+            kv_bytes_per_token=manifest.kv_bytes_per_token,
+            context_length=manifest.context_length,
+        )
+        return model, served
+
+    def _add(self, model: CatalogModel, served: ServedModel) -> bool:
+        """False if a model of that name is still on its way out."""
+        if any(status.name == model.name for status in self._scheduler.models()):
+            return False
+        self._scheduler.add_model(served)
+        self.models[model.name] = model
+        logger.info("Model %s can be asked for now", model.name)
+        if model.config.pinned or model.config.preload:
+            warming = asyncio.create_task(self._warm(model), name=f"warm {model.name}")
+            self._warming.add(warming)
+            warming.add_done_callback(self._warming.discard)
+        return True
+
+    def _remove(self, name: str) -> None:
+        del self.models[name]
+        self._scheduler.remove_model(name)
+        self._forgotten(name)
+        logger.info("Model %s was removed from the store", name)
+
+    async def _warm(self, model: CatalogModel) -> None:
+        """What the configuration wants of a model from the start."""
+        try:
+            if model.config.pinned:
+                await self._scheduler.pin(model.name)
+            if model.config.preload:
+                await self._scheduler.load(model.name)
+        except Refused as refusal:
+            wish = "pinned" if model.config.pinned else "preloaded"
+            logger.error("Model %s could not be %s as configured: %s", model.name, wish, refusal)
+
+    async def close(self) -> None:
+        for warming in list(self._warming):
+            warming.cancel()
+            with suppress(asyncio.CancelledError):
+                await warming

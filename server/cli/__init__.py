@@ -1,0 +1,33 @@
+"""The `gswapd` command. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from server.cli import remote, serving, store
+from swapper.errors import GswapdError
+
+app = typer.Typer(
+    name="gswapd",
+    help="Serve more models than fit in memory: models are paged in when asked for and paged out when idle.",
+    epilog="Start with: gswapd add CHECKPOINT --name NAME, then gswapd serve. "
+    "A setting is a line of gswapd.yaml or an environment variable GSWAPD_…",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for room in (store, serving, remote):
+    room.register(app)
+
+
+def main() -> None:
+    """Entry point: an error raised on purpose is one sentence and exit status 1, never a traceback."""
+    try:
+        app()
+    except GswapdError as error:
+        print(f"gswapd: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,86 @@
+"""Commands on the model store: add, rm, gc, verify. They need no daemon, and one may be serving meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from server.cli.remote import human_bytes
+
+StorePath = Annotated[
+    Path | None, typer.Option("--store", help="The model store. Default: the configured one.", show_default=False)
+]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in the store.")]
+
+
+def _store(path: Path | None):  # type: ignore[no-untyped-def]
+    from server.config import load_config
+    from swapper.store import Store
+
+    return Store(path or load_config().store)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal (nothing where there is none), fed with bytes done and bytes in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def add(
+    source: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint directory with *.safetensors files.")],
+    name: Annotated[str, typer.Option(help="The name that requests will use.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Convert to bfloat16, float16 or float32. Default: the checkpoint's.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    store: StorePath = None,
+) -> None:
+    """Check a checkpoint, pack it for paging and put it into the store. A serving daemon sees it at once."""
+    from worker.add import add_model
+
+    where = _store(store)
+    with progress_bar(f"packing {name}") as progress:
+        image = add_model(where, source, name, dtype=dtype, tp=tp, pp=pp, progress=progress)
+    size = sum(shard.nbytes for shard in image.manifest.shards)
+    print(f"added {name}: {image.manifest.architecture}, {image.manifest.dtype}, {human_bytes(size)}")
+
+
+def rm(name: Name, store: StorePath = None) -> None:
+    """Remove a model from the store. A serving daemon finishes its running requests first."""
+    _store(store).remove(name)
+    print(f"removed {name}")
+
+
+def gc(store: StorePath = None) -> None:
+    """Remove what crashed or interrupted commands left in the store."""
+    print(f"freed {human_bytes(_store(store).gc())}")
+
+
+def verify(name: Name, store: StorePath = None) -> None:
+    """Read a model's files again and compare every hash."""
+    from swapper.verify import verify as verify_image
+
+    with progress_bar(f"verifying {name}") as progress:
+        bad = verify_image(_store(store).open(name), progress)
+    for line in bad:
+        print(line)
+    if bad:
+        print(f"{name} is damaged. Add it again.")
+        raise typer.Exit(1)
+    print(f"{name} is intact")
+
+
+def register(app: typer.Typer) -> None:
+    for command in (add, rm, gc, verify):
+        app.command(rich_help_panel="The model store")(command)

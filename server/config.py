@@ -1,0 +1,256 @@
+"""The daemon's configuration: one YAML file, every field also an environment variable.
+
+`server.port` in `gswapd.yaml` is `GSWAPD_SERVER__PORT` in the environment. What is named later wins: defaults, the
+file, the environment, the command line. Anything unknown or out of range is refused at start, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import psutil
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from swapper.errors import ConfigError
+from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
+
+DEFAULT_FILE = Path("gswapd.yaml")
+ENV_PREFIX = "GSWAPD_"
+DEFAULT_STORE = Path("~/.local/share/gswapd")
+
+_UNITS = {"": 1, "B": 1} | {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")} | {"kB": 1000}
+
+
+def parse_size(value: object) -> object:
+    """`2GiB`, `500 MB`, a number of bytes, or `60%` of the memory that is available now."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)\s*", value)
+    if match is None or (match[2] != "%" and match[2] not in _UNITS):
+        raise ValueError(f"{value!r} is not a size; write it like 8GiB, 500MB, 60% or a number of bytes")
+    if match[2] == "%":
+        return int(float(match[1]) * available_memory() / 100)
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: what the host has available, within the control group's limit."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+
+
+def _expand(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str | Path) else value
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ServerConfig(Section):
+    """Where the daemon listens, who may ask, and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8321, ge=0, le=65535, description="0 takes a free port")
+    api_key: SecretStr | None = Field(default=None, description="wanted by /v1 routes when set")
+    admin_key: SecretStr | None = Field(default=None, description="wanted by /admin routes when set")
+    max_requests: int = Field(default=1024, ge=1, description="requests in the house at once, in whatever stage")
+    max_body: Size = Field(default=16 << 20, ge=1024, description="largest request body")
+    tokenizer_threads: int = Field(default=2, ge=1, le=64)
+
+
+class MemoryConfig(Section):
+    """The frame pool of each worker."""
+
+    pool: Size = Field(default="50%", ge=GRANULE_BYTES)  # type: ignore[assignment]  # validated, so it ends as an int
+    page: Size = Field(default=DEFAULT_PAGE_BYTES, ge=GRANULE_BYTES)
+
+    @model_validator(mode="after")
+    def _whole_pages(self) -> MemoryConfig:
+        if self.page % GRANULE_BYTES:
+            raise ValueError(f"page must be a multiple of 2MiB, not {self.page} bytes")
+        if self.pool < self.page:
+            raise ValueError(f"pool ({self.pool} bytes) must hold at least one page ({self.page} bytes)")
+        return self
+
+    @property
+    def frames(self) -> int:
+        return self.pool // self.page
+
+
+class ClusterConfig(Section):
+    """The workers and how they are started."""
+
+    ray_address: str | None = Field(default=None, description="join this Ray; otherwise a private one is started")
+    verify: bool = Field(default=False, description="check the hash of every page that is read")
+    reader: Literal["pread", "kvikio"] = "pread"
+    read_threads: int = Field(default=4, ge=1, le=256)
+    compute_threads: int | None = Field(default=None, ge=1, description="by default one less than there are cores")
+    max_batch_tokens: int = Field(default=512, ge=16)
+    max_batch_sequences: int = Field(default=64, ge=1)
+
+
+class SchedulerConfig(Section):
+    """Bounds of queueing."""
+
+    max_queue: int = Field(default=64, ge=1, description="requests that wait for one model")
+    max_queue_total: int = Field(default=256, ge=1, description="requests that wait in all")
+    wait_bound: Seconds = Field(default=5.0, description="a request that waited so long goes before all younger ones")
+
+
+class TimeoutConfig(Section):
+    """Seconds."""
+
+    request: Seconds = Field(default=300.0, description="longest wait for a first token to be computed")
+    drain: Seconds = Field(default=30.0, description="what runs may finish for so long after SIGTERM")
+    stall: Seconds = Field(default=60.0, description="a busy worker without progress for so long is restarted")
+    heartbeat: Seconds = Field(default=5.0, description="a worker that says nothing for so long is restarted")
+
+
+class SamplingDefaults(Section):
+    """What a request that does not say otherwise gets."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
+class ModelConfig(Section):
+    """One model of the store, by its name there. A model that is not listed is served with the defaults."""
+
+    aliases: tuple[str, ...] = ()
+    defaults: SamplingDefaults = SamplingDefaults()
+    pinned: bool = False
+    preload: bool = False
+
+
+class Config(BaseSettings):
+    """All of it. Made by `load_config`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
+    )
+
+    store: Annotated[Path, BeforeValidator(_expand)] = DEFAULT_STORE
+    server: ServerConfig = ServerConfig()
+    memory: MemoryConfig = MemoryConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    models: dict[str, ModelConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _aliases_are_unique(self) -> Config:
+        owners = dict.fromkeys(self.models, "the model of that name")
+        for name, model in self.models.items():
+            for alias in model.aliases:
+                if alias in owners:
+                    raise ValueError(f"models: alias {alias!r} of {name!r} is taken by {owners[alias]}")
+                owners[alias] = repr(name)
+        return self
+
+
+def load_config(
+    path: Path | None = None,
+    *,
+    store: Path | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    memory: str | None = None,
+    ray_address: str | None = None,
+) -> Config:
+    """The configuration in force: `path`, or `gswapd.yaml` here if there is one; keywords are the command line's.
+
+    Raises ConfigError with one line for each problem.
+    """
+    file = _read(path or DEFAULT_FILE) if path or DEFAULT_FILE.exists() else {}
+    command_line = {
+        "store": store,
+        "server": _given(host=host, port=port),
+        "memory": _given(pool=memory),
+        "cluster": _given(ray_address=ray_address),
+    }
+
+    class Sourced(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings, env_settings, InitSettingsSource(settings_cls, file))
+
+    try:
+        _refuse_unknown_variables()
+        return Sourced(**_given(**command_line))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(problem) for problem in error.errors())) from error
+    except SettingsError as error:
+        raise ConfigError(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from error
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value not in (None, {})}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must hold sections such as `server:`, not a {type(values).__name__}.")
+    return values or {}
+
+
+def _refuse_unknown_variables() -> None:
+    """A misspelt section in a variable's name would be ignored in silence by the settings library."""
+    for name in sorted(os.environ):
+        section = name.removeprefix(ENV_PREFIX).partition("__")[0].lower()
+        if name.startswith(ENV_PREFIX) and "__" in name and section not in Config.model_fields:
+            raise ConfigError(f"{name}: there is no section {section!r}; there are {', '.join(Config.model_fields)}.")
+
+
+def _sentence(problem: ErrorDetails) -> str:
+    """`server.port: Input should be less than or equal to 65535 (got 99999)`, keys kept out of it."""
+    field = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{field}: there is no such field"
+    message = problem["msg"].removeprefix("Value error, ")
+    if not field:
+        return message
+    if field.endswith("_key") or isinstance(problem["input"], dict):
+        return f"{field}: {message}"
+    return f"{field}: {message} (got {problem['input']!r})"

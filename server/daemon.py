@@ -1,0 +1,182 @@
+"""The daemon: everything put together, started, and brought to an orderly end.
+
+The port is bound before anything else, so that a wrong one is told at once; HTTP answers from then on, and requests
+queue until the workers are up. SIGTERM or SIGINT drains: new requests are refused, those that were admitted end
+within the drain time, then everything is stopped and the exit status is 0. A second signal ends the process there and
+then; what it leaves behind is reaped by the cluster's watchdog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvicorn
+import uvloop
+
+from scheduler.interface import Scheduler
+from server.app import create_app
+from server.auth import is_loopback
+from server.catalog import Catalog
+from server.config import Config, ServerConfig
+from server.metrics import Metrics
+from server.service import Service
+from server.tokens import Tokenizers
+from swapper.errors import ConfigError
+from swapper.store import Store
+
+logger = logging.getLogger(__name__)
+
+HTTP_GRACE = 5
+"""Seconds for connections to take their last bytes, once the scheduler has drained."""
+
+KEEP_ALIVE = 75
+"""Seconds an idle connection is kept: longer than common clients and proxies keep theirs, so that they close first."""
+
+
+class Backend(Protocol):
+    """`server.backend.RayBackend`, for real."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def run(config: Config) -> int:
+    """Serve until a signal; the exit status. Raises ConfigError or WorkerError if the daemon cannot start."""
+    from server.backend import RayBackend  # imports Ray
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A thread that tokenizes gives the event loop way after half a millisecond, not after five.
+    sys.setswitchinterval(0.0005)
+    listener = bind(config.server)
+    metrics = Metrics()
+
+    async def main() -> None:
+        await serve(config, listener, RayBackend(config, metrics), metrics)
+
+    uvloop.run(main())
+    return 0
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises ConfigError naming the field."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"server.host: {config.host!r} is no address to listen on ({error}).") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"server.port: {config.host}:{config.port} cannot be listened on ({error}).") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(config: Config, listener: socket.socket, backend: Backend, metrics: Metrics) -> None:
+    """Serve on `listener` until a signal has been obeyed. Raises what `backend.start` raises."""
+    _warn_if_open(config.server)
+    terminated = _listen_for_signals()
+    metrics.watch(backend.scheduler)
+    catalog = Catalog(Store(config.store), backend.scheduler, config.models, config.memory.page, metrics.forget)
+    service = Service(config, backend.scheduler, catalog, Tokenizers(config.server.tokenizer_threads), metrics)
+    http = HttpServer(service)
+    serving = asyncio.create_task(http.serve([listener]), name="http")
+    watching = asyncio.create_task(catalog.run(), name="catalog")
+    starting = asyncio.create_task(backend.start(), name="backend")
+    stopping = asyncio.create_task(terminated.wait(), name="signals")
+    running = {serving, watching, stopping}
+    try:
+        done, _ = await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
+        if starting in done:
+            starting.result()
+            print(f"gswapd is serving at {url_of(listener)}", flush=True)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done:
+                await _drain(service)
+        for task in done - {stopping}:
+            task.result()
+    finally:
+        http.should_exit = True
+        for task in (starting, watching, stopping):
+            task.cancel()
+        await asyncio.gather(serving, starting, watching, stopping, return_exceptions=True)
+        await catalog.close()
+        await service.background.close()
+        await backend.stop()
+        service.tokenizers.close()
+
+
+async def _drain(service: Service) -> None:
+    timeout = service.config.timeouts.drain
+    logger.info("Shutting down: what runs may finish within %g s; a second signal ends it at once", timeout)
+    service.draining = True
+    await service.scheduler.drain(timeout)
+
+
+def _listen_for_signals() -> asyncio.Event:
+    terminated = asyncio.Event()
+
+    def signalled(number: int) -> None:
+        if terminated.is_set():
+            logger.warning("Ended at once by a second signal")
+            os._exit(128 + number)
+        terminated.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
+    return terminated
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    if is_loopback(config.host):
+        return
+    for key in ("api_key", "admin_key"):
+        if getattr(config, key) is None:
+            logger.warning(
+                "server.host is %s and server.%s is not set: anyone who can reach it is let in", config.host, key
+            )
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with the signals left to the daemon."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=HTTP_GRACE,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

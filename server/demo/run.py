@@ -1,0 +1,148 @@
+"""The demo: SmolLM2 and two siblings answer in turn from memory that holds two of the three.
+
+Everything is real: the store and the packer, the daemon as a process with its Ray worker, the official OpenAI client.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from server.cli.remote import human_bytes
+from server.cli.store import progress_bar
+from server.demo.checkpoints import sibling, smollm2
+from server.demo.daemon import DaemonProcess
+from swapper.geometry import GRANULE_BYTES, kv_frames
+from swapper.image import Image
+from swapper.store import Store
+from worker.add import add_model
+
+PAGE_BYTES = GRANULE_BYTES  # small pages: these models are small
+KV_TOKENS = 1024
+SIBLINGS = {"smollm2-middle": range(10, 20), "smollm2-late": range(20, 30)}
+SCALE = 0.95
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three colours of the rainbow.",
+    "What do bees make?",
+)
+
+
+def add_models(store: Store, scratch: Path, console: Console) -> dict[str, Image]:
+    """The three models, packed into the store."""
+    with console.status("converting SmolLM2-135M-Instruct (once; kept in the cache directory)"):
+        base = smollm2()
+    checkpoints = {"smollm2": base}
+    for name, layers in SIBLINGS.items():
+        checkpoints[name] = sibling(base, scratch / name, layers, SCALE)
+    images = {}
+    for name, checkpoint in checkpoints.items():
+        with progress_bar(f"packing {name}") as progress:
+            images[name] = add_model(store, checkpoint, name, progress=progress)
+    return images
+
+
+def pool_frames(images: dict[str, Image]) -> tuple[int, int, int]:
+    """(frames of the pool, frames for KV among them, distinct pages of all images): two thirds of the pages fit."""
+    distinct = {page for image in images.values() for page in image.manifest.shards[0].page_hashes(PAGE_BYTES)}
+    per_token = max(image.manifest.kv_bytes_per_token for image in images.values())
+    kv = kv_frames(KV_TOKENS, per_token, PAGE_BYTES)
+    return len(distinct) * 2 // 3 + kv, kv, len(distinct)
+
+
+def metric_lines(text: str, prefixes: tuple[str, ...]) -> list[str]:
+    """The samples of a metrics page whose names begin with one of `prefixes`."""
+    return [line for line in text.splitlines() if line.startswith(prefixes) and "_created" not in line]
+
+
+class Loads:
+    """Every page-in of the demo, read from the admin endpoint after each answer."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._daemon = daemon
+        self._seen: dict[str, float] = {}
+        self.table = Table("model", "pages", "bytes read", "bytes aliased", "seconds", "source", title="page-ins", box=None)
+
+    def look(self) -> dict[str, Any] | None:
+        """Note the load that a request has caused, if it caused one, and return it."""
+        for model in self._daemon.admin():
+            load = model["last_load"]
+            if load is None or self._seen.get(model["name"]) == load["at"]:
+                continue
+            self._seen[model["name"]] = load["at"]
+            read = Counter({name: part["bytes"] for name, part in load["sources"].items()})
+            aliased = read.pop("alias", 0)
+            self.table.add_row(
+                model["name"], str(load["pages"]), human_bytes(read.total()), human_bytes(aliased),
+                f"{load['seconds']:.3f}", ", ".join(read) or "alias",
+            )  # fmt: skip
+            return load
+        return None
+
+
+def run_demo(*, keep: bool = False, rounds: int = 2) -> int:
+    """Run the demo and print it; the exit status: 0 if every answer came and pages went both ways."""
+    from openai import OpenAI
+
+    console = Console()
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="gswapd-demo-") as directory:
+        scratch = Path(directory)
+        images = add_models(Store(scratch / "store"), scratch, console)
+        frames, kv, distinct = pool_frames(images)
+        console.print(
+            f"Three models: SmolLM2-135M-Instruct and two siblings made from it by scaling the MLP output of ten of its "
+            f"thirty layers by {SCALE}\n(smollm2-middle: layers 10–19, smollm2-late: layers 20–29). They share the other pages.\n"
+            f"{distinct} distinct pages of {human_bytes(PAGE_BYTES)}; the pool holds {frames - kv} of them and {kv} frames for KV caches."
+        )
+        config = {
+            "store": str(scratch / "store"),
+            "memory": {"pool": frames * PAGE_BYTES, "page": PAGE_BYTES},
+        }
+        daemon = DaemonProcess(scratch, config)
+        with console.status("starting the daemon"):
+            daemon.start()
+        with daemon:
+            console.print(f"daemon ready at {daemon.url}\n")
+            client = OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0, timeout=120)
+            loads = Loads(daemon)
+            for question in QUESTIONS[:rounds] if rounds <= len(QUESTIONS) else QUESTIONS:
+                for name in images:
+                    reply = client.chat.completions.create(
+                        model=name, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=32
+                    )
+                    text = (reply.choices[0].message.content or "").strip()
+                    load = loads.look()
+                    swap = f"paged in {load['pages']} pages in {load['seconds']:.3f} s" if load else "was resident"
+                    console.print(f"[bold]{name}[/bold] ({swap})\n  {question}\n  → {text}", highlight=False)
+                    if not text:
+                        problems.append(f"{name} gave no answer to {question!r}")
+            console.print()
+            console.print(loads.table)
+            metrics = httpx.get(f"{daemon.url}/metrics", timeout=10).text
+            shown = metric_lines(metrics, ("gswapd_swap", "gswapd_frames", "gswapd_requests", "gswapd_model_"))
+            console.print("\nfrom /metrics:\n  " + "\n  ".join(shown), highlight=False, markup=False)
+            outs = metric_lines(metrics, ("gswapd_swap_outs_total",))
+            if not any(float(line.rsplit(" ", 1)[1]) > 0 for line in outs):
+                problems.append("nothing was ever paged out")
+            if keep:
+                console.print(f"\nserving at {daemon.url} until Ctrl-C")
+                try:
+                    signal.pause()
+                except KeyboardInterrupt:
+                    console.print()
+            status = daemon.stop()
+            if status:
+                problems.append(f"the daemon ended with exit status {status}")
+    for problem in problems:
+        console.print(f"[red]{problem}[/red]")
+    if not problems:
+        console.print("\nAll answered; the daemon is stopped.")
+    return 1 if problems else 0

@@ -1,0 +1,147 @@
+"""Errors as HTTP answers: one table, and OpenAI's envelope for all of them.
+
+    {"error": {"message": "…", "type": "…", "param": null, "code": "…"}}
+
+`message` is a sentence for a person, `code` a word for a program. The envelope is the same before an answer has begun
+and within a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from server.tokens import ChatTemplateError
+from swapper.errors import CorruptImage, GswapdError, ModelNotFound, Refused
+
+logger = logging.getLogger(__name__)
+
+REASONS: dict[str, tuple[int, str]] = {
+    "model_not_found": (404, "model_not_found"),
+    "removed": (404, "model_not_found"),
+    "queue_full": (429, "queue_full"),
+    "no_memory": (503, "no_memory"),
+    "pinned": (409, "pinned"),
+    "load_failed": (503, "load_failed"),
+    "timeout": (503, "timeout"),
+    "draining": (503, "draining"),
+    "engine_failed": (500, "engine_failed"),
+}
+"""Status and code for each reason of the scheduler's (`scheduler/core/actions.py`)."""
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(GswapdError):
+    """An error that knows its HTTP answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def envelope(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        body = orjson.dumps(self.envelope())
+        return Response(body, self.status, dict(self.headers or {}), media_type="application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The HTTP answer to any exception. What was not raised on purpose is logged, and not shown to clients."""
+    match error:
+        case ApiError():
+            return error
+        case Refused():
+            status, code = REASONS.get(error.reason, (503, error.reason))
+            headers = {} if error.retry_after is None else {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(status, str(error), code, "model" if status == 404 else None, headers)
+        case ModelNotFound():
+            return ApiError(404, str(error), "model_not_found", "model")
+        case ChatTemplateError():
+            return ApiError(400, str(error), "invalid_messages", "messages")
+        case CorruptImage():
+            return ApiError(503, str(error), "load_failed", "model")
+        case HTTPException():
+            code = _CODES.get(error.status_code, "http_error")
+            return ApiError(error.status_code, f"{error.detail}.", code, headers=error.headers)
+        case GswapdError():
+            return ApiError(500, str(error), "internal_error")
+        case _:
+            logger.error("A request failed on a defect", exc_info=error)
+            return ApiError(500, "The server met an internal error, which its log tells of.", "internal_error")
+
+
+def invalid_request(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The answer to a body that does not validate: its first problem, by the parameter's name."""
+    problem = problems[0]
+    param = _parameter(problem["loc"])
+    match problem["type"]:
+        case "json_invalid":
+            return ApiError(400, f"The request's body is not JSON: {problem['ctx']['error']}.", "invalid_json")
+        case "missing":
+            return ApiError(400, f"Parameter '{param}' is missing.", "missing_required_parameter", param)
+        case "extra_forbidden":
+            message = f"Parameter '{param}' is not supported, or not with this value."
+            return ApiError(400, message, "unsupported_parameter", param)
+        case _:
+            detail = problem["msg"].removeprefix("Value error, ")
+            message = f"Parameter '{param}' is invalid: {detail}." if param else f"The request is invalid: {detail}."
+            return ApiError(400, message, "invalid_value", param or None)
+
+
+def _parameter(location: Sequence[int | str]) -> str:
+    """`messages[0].content`; what pydantic adds to tell the members of a union apart is no part of it."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part != "str":
+            name += f".{part}" if name else part
+    return name
+
+
+def register(app: FastAPI) -> None:
+    """Have every error of an application answered from here."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def no_route(request: Request, error: Exception) -> Response:
+        path = request.url.path
+        api_error = as_api_error(error)
+        message = f"There is no {path} here." if api_error.status == 404 else f"{path} takes no {request.method}."
+        return ApiError(api_error.status, message, api_error.code, headers=api_error.headers).response()
+
+    for kind in (GswapdError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    for status in _CODES:
+        app.add_exception_handler(status, no_route)

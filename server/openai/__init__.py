@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API: what is understood, and how answers are written."""

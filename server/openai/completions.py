@@ -1,0 +1,139 @@
+"""POST /v1/completions: plain text in, plain text out; several prompts in one request make several choices."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from engine.request import GenerationRequest
+from server.catalog import CatalogModel
+from server.errors import ApiError
+from server.openai.connection import EventStream, while_connected
+from server.openai.generation import Generation, ScoredToken, answer_limit, merge, sampling_params
+from server.openai.schemas import CompletionRequest, read
+from server.openai.shape import DONE, bounded, usage
+from server.service import Service, service_of
+from server.tokens import ModelTokenizer
+
+DEFAULT_MAX_TOKENS = 16
+"""The OpenAI API's, where neither the request nor the configuration says anything."""
+
+router = APIRouter()
+
+
+@router.post("/completions")
+async def create(request: Request) -> Response:
+    service = service_of(request)
+    body = await read(request, CompletionRequest, service.config.server.max_body)
+    model = await service.catalog.find(body.model)
+    identity = f"cmpl-{uuid.uuid4().hex}"
+    generations = await while_connected(request, _generations(service, body, model, identity))
+    if body.stream:
+        return await EventStream.open(request, _chunks(identity, model.name, generations, body.include_usage))
+    answer = await while_connected(request, _whole(identity, model.name, generations, body.logprobs is not None))
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+async def _generations(
+    service: Service, body: CompletionRequest, model: CatalogModel, identity: str
+) -> list[Generation]:
+    """One for each prompt; none of them is submitted before all are known to be valid."""
+    tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
+    defaults = model.config.defaults
+    generations = []
+    for index, given in enumerate(body.prompt):
+        param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
+        prompt = await _tokens(service, tokenizer, given, param)
+        default = defaults.max_tokens or DEFAULT_MAX_TOKENS
+        limit = answer_limit(model, len(prompt), body.max_tokens, default, param)
+        sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.logprobs)
+        request = GenerationRequest(f"{identity}-{index}", model.name, prompt, sampling)
+        generations.append(Generation(service, model.name, tokenizer, request, body.stop))
+    return generations
+
+
+async def _tokens(service: Service, tokenizer: ModelTokenizer, prompt: str | list[int], param: str) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return await service.tokenizers.run(tokenizer.encode, prompt)
+    if max(prompt) >= tokenizer.vocabulary_size:
+        message = (
+            f"Parameter '{param}' is invalid: {max(prompt)} is not a token; there are {tokenizer.vocabulary_size}."
+        )
+        raise ApiError(400, message, "invalid_value", param)
+    return tuple(prompt)
+
+
+async def _whole(identity: str, model: str, generations: Sequence[Generation], scored: bool) -> dict[str, Any]:
+    created = int(time.time())
+    texts: list[list[str]] = [[] for _ in generations]
+    tokens: list[list[ScoredToken]] = [[] for _ in generations]
+    finishes: list[str | None] = [None for _ in generations]
+    async with aclosing(merge(generations)) as pieces:
+        async for index, piece in pieces:
+            texts[index].append(piece.text)
+            tokens[index] += piece.scored
+            finishes[index] = piece.finish
+    return {
+        "id": identity,
+        "object": "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [
+            {
+                "index": index,
+                "text": "".join(texts[index]),
+                "logprobs": _logprobs(tokens[index], generation.tokenizer) if scored else None,
+                "finish_reason": finishes[index],
+            }
+            for index, generation in enumerate(generations)
+        ],
+        "usage": usage(generations),
+    }
+
+
+async def _chunks(
+    identity: str, model: str, generations: Sequence[Generation], include_usage: bool
+) -> AsyncGenerator[bytes]:
+    head = b'data: {"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":[' % (
+        identity.encode(),
+        time.time(),
+        orjson.dumps(model),
+    )
+    tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+    unfinished = len(generations)
+    async with aclosing(merge(generations)) as pieces:
+        async for index, piece in pieces:
+            logprobs = b"null"
+            if piece.scored:
+                logprobs = orjson.dumps(_logprobs(piece.scored, generations[index].tokenizer))
+            batch = head + b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+                index,
+                orjson.dumps(piece.text),
+                logprobs,
+                orjson.dumps(piece.finish),
+            )
+            batch += tail
+            unfinished -= piece.finish is not None
+            if not unfinished:
+                if include_usage:
+                    batch += head + b'],"usage":%b}\n\n' % orjson.dumps(usage(generations))
+                batch += DONE
+            yield batch
+
+
+def _logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
+    def spell(token: int) -> str:
+        return tokenizer.vocabulary.bytes_of(token).decode(errors="replace")
+
+    return {
+        "tokens": [spell(one.token) for one in scored],
+        "token_logprobs": [bounded(one.logprob.logprob) for one in scored],
+        "top_logprobs": [{spell(t): bounded(logprob) for t, logprob in one.logprob.top.items()} for one in scored],
+        "text_offset": [one.offset for one in scored],
+    }

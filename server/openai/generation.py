@@ -1,0 +1,192 @@
+"""From a prompt to pieces of text: what chat and text completions have in common.
+
+`Generation` is one answer: tokens come out of the scheduler, text without stop strings goes out. `merge` reads several
+at once. However the reading ends, the sequence of an answer that nobody reads leaves the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from engine.request import GenerationRequest, SamplingParams, TokenLogprob, Tokens
+from server.catalog import CatalogModel
+from server.config import SamplingDefaults
+from server.errors import ApiError
+from server.openai.schemas import Generate
+from server.service import Service
+from server.stops import StopMatcher
+from server.tokens import ModelTokenizer
+from swapper.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log-probability; `offset` is where its text begins in the answer's."""
+
+    token: int
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that became certain, with the tokens it came from where they were scored. `finish` is set on the last."""
+
+    text: str
+    scored: Sequence[ScoredToken] = ()
+    finish: str | None = None
+
+
+def sampling_params(
+    body: Generate, defaults: SamplingDefaults, stop_tokens: frozenset[int], max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """What the request says, else what the configuration says of the model."""
+
+    def choose(name: str) -> float:
+        asked = getattr(body, name)
+        chosen: float = getattr(defaults, name) if asked is None else asked
+        return chosen
+
+    return SamplingParams(
+        temperature=choose("temperature"),
+        top_p=choose("top_p"),
+        top_k=max(0, int(choose("top_k"))),
+        min_p=choose("min_p"),
+        repetition_penalty=choose("repetition_penalty"),
+        presence_penalty=choose("presence_penalty"),
+        frequency_penalty=choose("frequency_penalty"),
+        seed=random.getrandbits(63) if body.seed is None else body.seed % (1 << 63),
+        max_tokens=max_tokens,
+        stop_tokens=stop_tokens,
+        logprobs=logprobs,
+    )
+
+
+def answer_limit(model: CatalogModel, prompt_tokens: int, wanted: int | None, default: int | None, param: str) -> int:
+    """How many tokens an answer may have: `wanted`, else the rest of the context, up to `default`.
+
+    Raises ApiError if the prompt is empty, or the context cannot hold prompt and answer.
+    """
+    if prompt_tokens == 0:
+        raise ApiError(400, f"Parameter '{param}' is invalid: it holds no token.", "invalid_value", param)
+    rest = model.context_length - prompt_tokens
+    if rest < (wanted or 1):
+        answer = f"and {wanted} for the answer" if wanted else "and leaves none for the answer"
+        raise ApiError(
+            400,
+            f"This model's context is {model.context_length} tokens long, but the request has {prompt_tokens} in the "
+            f"prompt {answer}. Shorten one of them.",
+            "context_length_exceeded",
+            param,
+        )
+    return wanted or min(rest, default or rest)
+
+
+class Generation:
+    """One answer. Iterate `pieces` once; `prompt_tokens` and `completion_tokens` are what has been used so far."""
+
+    def __init__(
+        self,
+        service: Service,
+        model: str,
+        tokenizer: ModelTokenizer,
+        request: GenerationRequest,
+        stops: Sequence[str],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_tokens = len(request.prompt)
+        self.completion_tokens = 0
+        self._service = service
+        self._model = model
+        self._request = request
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopMatcher(stops)
+        self._decoded_length = 0  # characters, with what the stop strings hold back
+        self._shown = 0  # characters
+        self._scored: list[ScoredToken] = []  # not shown yet
+        self._began = time.perf_counter()
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Raises Refused, possibly after some pieces."""
+        answer = self._service.scheduler.submit(self._request, self._service.config.timeouts.request)
+        served = False
+        try:
+            async for report in answer:
+                served = True
+                piece = self._absorb(report)
+                if piece.text or piece.finish:
+                    yield piece
+                if piece.finish:
+                    return
+            raise Refused("engine_failed", "The answer ended without a reason.")
+        finally:
+            answer.cancel()
+            if served:
+                self._service.metrics.answered(self._model, self.prompt_tokens, self.completion_tokens)
+
+    def _absorb(self, report: Tokens) -> Piece:
+        if report.finish == "cancelled":
+            raise Refused("draining", "The answer was cut off: the server is shutting down.")
+        if report.tokens and not self.completion_tokens:
+            self._service.metrics.first_token(self._model, time.perf_counter() - self._began)
+        text = "".join([self._decoded(report, place) for place in range(len(report.tokens))])
+        if report.finish:
+            text += self._detokenizer.flush()
+        text = self._stops.push(text)
+        finish: str | None = "stop" if self._stops.matched else report.finish
+        if finish and not self._stops.matched:
+            text += self._stops.flush()
+        self._shown += len(text)
+        return Piece(text, self._scored_so_far(everything=finish is not None and not self._stops.matched), finish)
+
+    def _decoded(self, report: Tokens, place: int) -> str:
+        token = report.tokens[place]
+        if report.logprobs is not None:
+            self._scored.append(ScoredToken(token, report.logprobs[place], self._decoded_length))
+        text = self._detokenizer.push(token)
+        self.completion_tokens += 1
+        self._decoded_length += len(text)
+        return text
+
+    def _scored_so_far(self, everything: bool) -> Sequence[ScoredToken]:
+        """The tokens whose text is shown now, and once: those of a stop string never are."""
+        if not self._scored:
+            return ()
+        shown = [scored for scored in self._scored if everything or scored.offset < self._shown]
+        self._scored = self._scored[len(shown) :]
+        return shown
+
+
+async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece]]:
+    """The pieces of all of them as they come, each with its generation's index. Raises the first one's Refused."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].pieces()) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    sources = [generation.pieces() for generation in generations]
+    waiting = {asyncio.ensure_future(_next(source)): index for index, source in enumerate(sources)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                piece = task.result()
+                if piece.finish is None:
+                    waiting[asyncio.ensure_future(_next(sources[index]))] = index
+                yield index, piece
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(pieces: AsyncGenerator[Piece]) -> Piece:
+    return await anext(pieces)

@@ -1,0 +1,30 @@
+"""What request handlers work with, gathered in one place: `request.app.state.service`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from scheduler.interface import Scheduler
+from server.background import Background
+from server.catalog import Catalog
+from server.config import Config
+from server.metrics import Metrics
+from server.tokens import Tokenizers
+
+
+@dataclass(slots=True)
+class Service:
+    config: Config
+    scheduler: Scheduler
+    catalog: Catalog
+    tokenizers: Tokenizers
+    metrics: Metrics
+    background: Background = field(default_factory=Background)
+    draining: bool = False
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service

@@ -1,0 +1,47 @@
+"""The turn: one holder, and those who wait get it in the order they asked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engine.turn import Turn
+
+TIMEOUT = 20.0
+
+
+def test_one_thread_holds_the_turn() -> None:
+    turn = Turn()
+    assert not turn.held
+    with turn:
+        assert turn.held
+    assert not turn.held
+
+
+def test_releasing_what_nobody_holds_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="nobody holds it"):
+        Turn().release()
+
+
+def test_waiters_are_served_in_order_and_the_holder_cannot_jump_the_queue() -> None:
+    turn = Turn()
+    order: list[int] = []
+    turn.acquire()
+
+    def work(number: int) -> None:
+        with turn:
+            order.append(number)
+
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=work, args=(number,)))
+        threads[-1].start()
+        while len(turn._waiting) < number + 1:  # until it queues; nothing else changes the queue meanwhile
+            assert threads[-1].is_alive()
+    turn.release()
+    with turn:  # behind all four
+        order.append(4)
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert order == [0, 1, 2, 3, 4]

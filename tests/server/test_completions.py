@@ -1,0 +1,75 @@
+"""/v1/completions, through the official client and as raw events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from tokenizers import Tokenizer
+
+from tests.server.fakes import FakeScheduler
+from tests.server.test_chat import events, script
+
+
+def test_text_in_text_out(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " upon a time", "length")
+    answer = openai.completions.create(model="smol", prompt="Once")
+    assert answer.choices[0].text == " upon a time"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "text_completion"
+    assert scheduler.submitted[0].prompt == tuple(tokenizer.encode("Once").ids)
+    assert scheduler.submitted[0].sampling.max_tokens == 16  # the OpenAI API's default
+
+
+def test_a_stream(http: httpx.Client, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " upon a")
+    body = {"model": "smol", "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events(http.post("/v1/completions", json=body))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == [" upon", " a", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+    assert usage["choices"] == []
+    assert usage["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    assert done == "[DONE]"
+
+
+def test_a_prompt_of_token_ids(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    openai.completions.create(model="smol", prompt=[5, 6, 7])
+    assert scheduler.submitted[0].prompt == (5, 6, 7)
+
+
+def test_several_prompts_make_several_choices(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " yes")
+    answer = openai.completions.create(model="smol", prompt=["One", "Two", "Three"])
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, " yes"), (1, " yes"), (2, " yes")]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    assert len({request.id for request in scheduler.submitted}) == 3
+
+
+def test_several_prompts_of_token_ids(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    openai.completions.create(model="smol", prompt=[[5, 6], [7]])
+    assert [request.prompt for request in scheduler.submitted] == [(5, 6), (7,)]
+
+
+def test_several_prompts_in_one_stream(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " one two three")
+    texts: dict[int, str] = {0: "", 1: ""}
+    finishes: dict[int, Any] = {}
+    for chunk in openai.completions.create(model="smol", prompt=["A", "B"], stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        if chunk.choices[0].finish_reason:
+            finishes[chunk.choices[0].index] = chunk.choices[0].finish_reason
+    assert texts == {0: " one two three", 1: " one two three"}
+    assert finishes == {0: "stop", 1: "stop"}
+
+
+def test_logprobs(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " upon a time")
+    answer = openai.completions.create(model="smol", prompt="Once", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == [" upon", " a", " time"]
+    assert logprobs.token_logprobs == [-0.5] * 3
+    assert logprobs.text_offset == [0, 5, 7]
+    assert logprobs.top_logprobs == [{" upon": -0.5}, {" a": -0.5}, {" time": -0.5}]

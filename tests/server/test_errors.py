@@ -1,0 +1,294 @@
+"""Whatever goes wrong is told in OpenAI's envelope, with the parameter's name where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai as sdk
+import pytest
+from openai import OpenAI
+from tokenizers import Tokenizer
+
+from server.errors import REASONS
+from swapper.errors import Refused
+from tests.server.conftest import CONTEXT, ServerThread, config, publish
+from tests.server.fakes import WAIT, FakeScheduler
+from tests.server.test_chat import HELLO, events, script
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def chat(**values: Any) -> dict[str, Any]:
+    return {"model": "smol", "messages": HELLO} | values
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith(".")
+    return dict(error)
+
+
+BAD_CHATS = [
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"stop": ""}, "stop[0]"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [*HELLO, {"role": "user", "content": "x", "mood": "good"}]}, "messages[1].mood"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"what": True}}, "stream_options.what"),
+    ({"model": 5}, "model"),
+]
+
+UNSUPPORTED = [
+    ("n", 2),
+    ("logit_bias", {"5": 1}),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("store", True),
+    ("modalities", ["audio"]),
+    ("reasoning_effort", "high"),
+    ("service_tier", "flex"),
+    ("temprature", 1),
+]
+
+NEUTRAL = {
+    "n": 1,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "store": False,
+    "parallel_tool_calls": True,
+    "tools": None,
+    "tool_choice": "auto",
+    "metadata": {},
+    "modalities": ["text"],
+    "service_tier": "auto",
+    "audio": None,
+    "stop": None,
+    "temperature": None,
+    "user": "somebody",
+}
+
+
+@pytest.mark.parametrize(("values", "param"), BAD_CHATS)
+def test_a_bad_value_is_named(http: httpx.Client, values: dict[str, Any], param: str) -> None:
+    error = error_of(http.post(CHAT, json=chat(**values)), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_an_unsupported_parameter_is_refused_by_name(http: httpx.Client, name: str, value: Any) -> None:
+    error = error_of(http.post(CHAT, json=chat(**{name: value})), 400)
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+
+
+def test_unsupported_parameters_are_taken_when_they_ask_for_nothing(http: httpx.Client) -> None:
+    assert http.post(CHAT, json=chat(**NEUTRAL)).status_code == 200
+
+
+def test_parts_other_than_text_are_refused(http: httpx.Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    error = error_of(http.post(CHAT, json=chat(messages=[{"role": "user", "content": [image]}])), 400)
+    assert error["param"].startswith("messages[0].content")
+
+
+@pytest.mark.parametrize("missing", ["model", "messages"])
+def test_a_missing_parameter_is_named(http: httpx.Client, missing: str) -> None:
+    body = chat()
+    del body[missing]
+    error = error_of(http.post(CHAT, json=body), 400)
+    assert error["param"] == missing
+    assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "smol",}', b"\xff", b'["model"]', b"null"])
+def test_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) -> None:
+    error_of(http.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([-1], "prompt[0][0]"),
+        ([10**6], "prompt"),
+        (["a", ""], "prompt[1]"),
+        (5, "prompt"),
+    ],
+)
+def test_a_bad_prompt(http: httpx.Client, prompt: Any, param: str) -> None:
+    assert error_of(http.post(TEXT, json={"model": "smol", "prompt": prompt}), 400)["param"] == param
+
+
+@pytest.mark.parametrize(("name", "value"), [("echo", True), ("best_of", 2), ("suffix", "x")])
+def test_unsupported_parameters_of_text_completions(http: httpx.Client, name: str, value: Any) -> None:
+    error = error_of(http.post(TEXT, json={"model": "smol", "prompt": "a", name: value}), 400)
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+def test_an_unknown_model(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    with pytest.raises(sdk.NotFoundError) as failure:
+        openai.chat.completions.create(model="nope", messages=HELLO)  # type: ignore[arg-type]
+    assert failure.value.code == "model_not_found"
+    assert failure.value.param == "model"
+    assert scheduler.submitted == []
+
+
+def test_a_prompt_longer_than_the_context(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    with pytest.raises(sdk.BadRequestError, match=str(CONTEXT)) as failure:
+        openai.completions.create(model="smol", prompt="word " * CONTEXT)
+    assert failure.value.code == "context_length_exceeded"
+    assert scheduler.submitted == []
+
+
+def test_prompt_and_answer_longer_than_the_context(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    with pytest.raises(sdk.BadRequestError) as failure:
+        openai.completions.create(model="smol", prompt=[5] * 10, max_tokens=CONTEXT - 9)
+    assert failure.value.code == "context_length_exceeded"
+    openai.completions.create(model="smol", prompt=[5] * 10, max_tokens=CONTEXT - 10)
+    assert len(scheduler.submitted) == 1
+
+
+def test_of_several_prompts_none_is_served_if_one_is_bad(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    with pytest.raises(sdk.BadRequestError) as failure:
+        openai.completions.create(model="smol", prompt=[[5], [5] * CONTEXT])
+    assert failure.value.param == "prompt[1]"
+    assert scheduler.submitted == []
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_scheduler(http: httpx.Client, scheduler: FakeScheduler, reason: str, stream: bool) -> None:
+    scheduler.script = [Refused(reason, "It cannot be.", retry_after=2.3)]
+    answer = http.post(CHAT, json=chat(stream=stream))
+    status, code = REASONS[reason]
+    error = error_of(answer, status)
+    assert error["code"] == code
+    assert error["message"] == "It cannot be."
+    assert answer.headers["retry-after"] == "3"
+
+
+def test_a_full_queue_is_a_rate_limit_to_clients(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    scheduler.script = [Refused("queue_full", "Too many wait.", retry_after=1)]
+    with pytest.raises(sdk.RateLimitError):
+        openai.chat.completions.create(model="smol", messages=HELLO)  # type: ignore[arg-type]
+
+
+def test_an_error_after_the_stream_began_is_an_event(
+    http: httpx.Client, openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer
+) -> None:
+    scheduler.script = [tokenizer.encode("One").ids, Refused("engine_failed", "The worker is lost.")]
+    *_, text, error = events(http.post(CHAT, json=chat(stream=True)))
+    assert text["choices"][0]["delta"] == {"content": "One"}
+    assert error["error"]["code"] == "engine_failed"
+    with pytest.raises(sdk.APIError, match="The worker is lost"):
+        list(openai.chat.completions.create(model="smol", messages=HELLO, stream=True))  # type: ignore[arg-type]
+
+
+def test_an_answer_cut_off_by_a_shutdown_is_an_error(
+    http: httpx.Client, scheduler: FakeScheduler, tokenizer: Tokenizer
+) -> None:
+    scheduler.script = script(tokenizer, "One", "cancelled")
+    assert error_of(http.post(CHAT, json=chat()), 503)["code"] == "draining"
+
+
+def test_one_bad_answer_of_several_fails_the_request_and_ends_the_others(
+    http: httpx.Client, scheduler: FakeScheduler
+) -> None:
+    scheduler.script = [Refused("no_memory", "It does not fit.")]
+    assert error_of(http.post(TEXT, json={"model": "smol", "prompt": ["a", "b"]}), 503)["code"] == "no_memory"
+    assert len(scheduler.cancelled) == 2
+
+
+def test_a_defect_is_told_without_its_details(
+    http: httpx.Client, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(scheduler, "submit", submit)
+    answer = http.post(CHAT, json=chat())
+    assert error_of(answer, 500)["code"] == "internal_error"
+    assert "secret" not in answer.text
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    answer = http.get(CHAT)
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert "POST" in answer.headers["allow"]
+
+
+def test_a_model_without_a_chat_template_has_text_completions(
+    server: ServerThread, smollm2: Path, openai: OpenAI
+) -> None:
+    publish(server.store, "base-model", smollm2, files={"chat_template.jinja": ""})
+    try:
+        with pytest.raises(sdk.BadRequestError, match="chat template") as failure:
+            openai.chat.completions.create(model="base-model", messages=HELLO)  # type: ignore[arg-type]
+        assert failure.value.param == "messages"
+        openai.completions.create(model="base-model", prompt="Once")
+    finally:
+        server.store.remove("base-model")
+
+
+def test_a_conversation_the_template_refuses(server: ServerThread, smollm2: Path, openai: OpenAI) -> None:
+    publish(
+        server.store, "strict", smollm2, files={"chat_template.jinja": "{{ raise_exception('roles must alternate') }}"}
+    )
+    try:
+        with pytest.raises(sdk.BadRequestError, match="roles must alternate"):
+            openai.chat.completions.create(model="strict", messages=HELLO)  # type: ignore[arg-type]
+    finally:
+        server.store.remove("strict")
+
+
+def test_a_tokenizer_that_cannot_be_read(server: ServerThread, smollm2: Path, openai: OpenAI) -> None:
+    publish(server.store, "broken", smollm2, files={"tokenizer.json": "{"})
+    try:
+        with pytest.raises(sdk.InternalServerError, match="Add the model again") as failure:
+            openai.completions.create(model="broken", prompt="a")
+        assert failure.value.status_code == 503
+    finally:
+        server.store.remove("broken")
+
+
+def test_limits_of_the_house(tmp_path: Path, smollm2: Path) -> None:
+    """A body that is too large, and more requests at once than are let in."""
+    with (
+        ServerThread(config(tmp_path, server={"max_requests": 1, "max_body": 2048})) as server,
+        server.client() as http,
+    ):
+        publish(server.store, "smol", smollm2)
+        assert (
+            error_of(http.post(TEXT, json={"model": "smol", "prompt": "x" * 4096}), 413)["code"] == "request_too_large"
+        )
+        server.scheduler.script = [[5], WAIT]
+        with http.stream("POST", CHAT, json=chat(stream=True)):
+            assert server.scheduler.waiting.wait(20)
+            answer = http.post(CHAT, json=chat())
+            assert error_of(answer, 429)["code"] == "queue_full"
+            assert answer.headers["retry-after"] == "1"
+            assert http.get("/healthz").status_code == 200
+        assert server.scheduler.cancellation.wait(20)

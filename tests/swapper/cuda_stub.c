@@ -1,0 +1,43 @@
+/* A stand-in for NVIDIA's driver: every call succeeds and does nothing, and every pointer is a host pointer
+ * (cuPointerGetAttributes answers CUDA_ERROR_NOT_INITIALIZED). That is all kvikio needs to read into host memory.
+ * The names are those that kvikio looks up when it loads the driver. */
+#define CALL(name) int name(void) { return 0; }
+
+int cuPointerGetAttributes(void) { return 3; }
+
+CALL(cuInit)
+CALL(cuDriverGetVersion)
+CALL(cuGetErrorName)
+CALL(cuGetErrorString)
+CALL(cuPointerGetAttribute)
+CALL(cuDeviceGet)
+CALL(cuDeviceGetCount)
+CALL(cuDeviceGetAttribute)
+CALL(cuDevicePrimaryCtxRetain)
+CALL(cuDevicePrimaryCtxRelease_v2)
+CALL(cuCtxCreate_v2)
+CALL(cuCtxCreate_v4)
+CALL(cuCtxDestroy_v2)
+CALL(cuCtxGetCurrent)
+CALL(cuCtxGetDevice)
+CALL(cuCtxPushCurrent_v2)
+CALL(cuCtxPopCurrent_v2)
+CALL(cuMemHostAlloc)
+CALL(cuMemFreeHost)
+CALL(cuMemHostRegister_v2)
+CALL(cuMemHostUnregister)
+CALL(cuMemGetAddressRange_v2)
+CALL(cuMemcpyAsync)
+CALL(cuMemcpyHtoDAsync_v2)
+CALL(cuMemcpyDtoHAsync_v2)
+CALL(cuMemcpyBatchAsync)
+CALL(cuMemcpyBatchAsync_v2)
+CALL(cuStreamCreate)
+CALL(cuStreamDestroy_v2)
+CALL(cuStreamSynchronize)
+CALL(cuLaunchHostFunc)
+CALL(cuEventCreate)
+CALL(cuEventDestroy_v2)
+CALL(cuEventRecord)
+CALL(cuEventQuery)
+CALL(cuEventSynchronize)

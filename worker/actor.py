@@ -1,0 +1,69 @@
+"""The Ray actor around a shard: one process, one shard, no logic.
+
+Control and polls have a thread each, so that a poll that waits for reports never holds up a command. Ray runs an
+actor's calls in the order they were made as long as the actor itself is not concurrent, which concurrency groups
+do not make it: commands keep their order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+
+from worker.protocol import Batch, Command, WorkerReady, WorkerSpec
+
+if TYPE_CHECKING:
+    from worker.shard import Shard
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that computes in Python lets another one in: a tenth of the default, so that reports
+do not queue behind the engine's threads."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_group(name: str, **options: Any) -> Callable[[Method], Method]:
+    """`ray.method`, with types."""
+    decorate: Callable[[Method], Method] = ray.method(concurrency_group=name, **options)
+    return decorate
+
+
+class GswapdWorker:
+    """Ray shows this class's name as the process's title."""
+
+    def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        self._shard: Shard
+
+    @_in_group("control")
+    def identify(self) -> tuple[int, str]:
+        """This process's id and its Ray node's. Asked first: one that hangs in `open` must be killed."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    @_in_group("control")
+    def open(self, spec: WorkerSpec) -> WorkerReady:
+        """Make the shard. Apart from the constructor, because Ray wraps a constructor's error in a page of text."""
+        from worker.assembly import open_shard
+
+        self._shard, ready = open_shard(spec)
+        return ready
+
+    @_in_group("control", num_returns=0)
+    def post(self, commands: Sequence[Command]) -> None:
+        self._shard.post(commands)
+
+    @_in_group("poll")
+    def poll(self, cursor: int, timeout: float) -> Batch:
+        return self._shard.poll(cursor, timeout)
+
+
+Actor: Any = ray.remote(
+    concurrency_groups={"control": 1, "poll": 1},
+    max_restarts=0,  # groups restart their workers: Ray notices a death a second late when it may restart the actor
+    max_task_retries=0,
+    max_pending_calls=10_000,
+)(GswapdWorker)

@@ -1,0 +1,41 @@
+"""Adding a model: from a checkpoint directory to a published image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.plan import pack_plan
+from engine.support import check_supported
+from swapper.checkpoint import Checkpoint
+from swapper.errors import SourceError
+from swapper.image import Image, Progress
+from swapper.packer import pack
+from swapper.store import Store
+
+
+def add_model(
+    store: Store,
+    source: Path | str,
+    name: str,
+    *,
+    dtype: str | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    progress: Progress | None = None,
+) -> Image:
+    """Pack the checkpoint at `source` and publish it as `name`; `dtype` None keeps the checkpoint's own.
+
+    Raises SourceError (UnsupportedModel if it is the architecture that cannot be served) or StoreError; the store is
+    then as it was.
+    """
+    if (tp, pp) != (1, 1):
+        raise SourceError(
+            f"A mesh of tp={tp} × pp={pp} is not supported yet: this release serves a model on one GPU. "
+            "Leave tp and pp at 1."
+        )
+    # The name is claimed first: checking and packing take long, and would be for nothing.
+    with store.adding(name) as directory:
+        checkpoint = Checkpoint(source)
+        check_supported(checkpoint)
+        pack(pack_plan(checkpoint, dtype, tp, pp), checkpoint, name, directory, progress)
+    return store.open(name)

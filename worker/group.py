@@ -1,0 +1,261 @@
+"""A group of workers as the scheduler sees it: one stream of reports, and restarts that it need not manage.
+
+One task lives the group's life: start all ranks, poll each (one poll is always outstanding), and when anything is
+wrong with one of them, say GroupLost, kill them all and start anew. What is wrong may be
+
+- a death: the outstanding poll fails at once;
+- silence: a worker answers no poll for `heartbeat_timeout` although polls carry their own, far shorter time-out;
+- a stall: a worker says it is busy, but for `stall_timeout` no forward pass ends and no page arrives;
+- disagreement between ranks, or a command that cannot be delivered.
+
+Reports are delivered by tasks that belong to one life of the group and end with it, so nothing of an earlier life
+can arrive after GroupLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+from swapper.errors import WorkerError
+from worker.merge import ReportMerger
+from worker.protocol import (
+    Batch,
+    Command,
+    GroupLost,
+    GroupUp,
+    Heartbeat,
+    Report,
+    WorkerReady,
+    WorkerSpec,
+    WorkerStatus,
+)
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Sequence[Report | GroupUp | GroupLost]], None]
+
+POLL_TIMEOUT = 0.15  # seconds: how often an idle worker's heartbeat comes
+BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each restart in a row
+STEADY = 60.0  # seconds of life after which the next restart counts as the first
+
+
+class Worker(Protocol):
+    """One life of one rank; `worker.client.WorkerClient` is the real one."""
+
+    spec: WorkerSpec
+    pid: int | None
+
+    async def start(self) -> WorkerReady: ...
+
+    def post(self, commands: Sequence[Command]) -> None: ...
+
+    async def poll(self, cursor: int, timeout: float) -> Batch: ...
+
+    async def kill(self) -> None: ...
+
+
+class Rank:
+    """A rank's worker of this life and what is known of it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.ready: WorkerReady | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.heard_at = 0.0
+        self.moved_at = 0.0  # when its progress last changed, or it was idle
+
+    def hear(self, heartbeat: Heartbeat, now: float) -> None:
+        before = self.heartbeat
+        if (
+            before is None
+            or not heartbeat.busy
+            or (heartbeat.steps, heartbeat.pages_read) != (before.steps, before.pages_read)
+        ):
+            self.moved_at = now
+        self.heartbeat = heartbeat
+        self.heard_at = now
+
+
+class WorkerGroup:
+    """Implements `scheduler.interface.GroupClient`."""
+
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[WorkerSpec],
+        make_worker: Callable[[WorkerSpec], Worker],
+        heartbeat_timeout: float = 5.0,
+        stall_timeout: float = 60.0,
+    ) -> None:
+        self.name = name
+        self._specs = tuple(specs)
+        self._make_worker = make_worker
+        self._heartbeat_timeout = heartbeat_timeout
+        self._stall_timeout = stall_timeout
+        self._sink: Sink | None = None
+        self._ranks: list[Rank] = []
+        self._state: Literal["starting", "up", "down"] = "down"
+        self._restarts = 0
+        self._life: asyncio.Task[None] | None = None
+        self._fault: asyncio.Future[str]  # of this life: why `post` wants it to end
+
+    def subscribe(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def post(self, commands: Sequence[Command]) -> None:
+        if self._state != "up":
+            return
+        try:
+            for rank in self._ranks:
+                rank.worker.post(commands)
+        except WorkerError as error:
+            if not self._fault.done():
+                self._fault.set_result(str(error))
+
+    async def start(self) -> None:
+        await self._start_ranks()
+        self._life = asyncio.create_task(self._live(), name=f"group {self.name}")
+
+    async def stop(self) -> None:
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait([self._life])
+            self._life = None
+        await self._kill_ranks()
+
+    @property
+    def workers(self) -> Sequence[WorkerStatus]:
+        now = self._now()
+        return [
+            WorkerStatus(
+                group=self.name,
+                rank=rank.worker.spec.rank,
+                state=self._state,
+                pid=rank.worker.pid,
+                restarts=self._restarts,
+                device=rank.ready.device if rank.ready else "",
+                reader=rank.ready.reader if rank.ready else rank.worker.spec.reader,
+                heartbeat=rank.heartbeat,
+                heartbeat_age=now - rank.heard_at if rank.heartbeat else None,
+            )
+            for rank in self._ranks
+        ]
+
+    # ---- one life after another
+
+    async def _live(self) -> None:
+        failures = 0
+        while True:
+            born = self._now()
+            message = await self._serve()
+            logger.warning("group %s is lost: %s", self.name, message)
+            self._state = "down"
+            self._deliver([GroupLost(message)])
+            await self._kill_ranks()
+            if self._now() - born >= STEADY:
+                failures = 0
+            failures = await self._restart(failures)
+
+    async def _restart(self, failures: int) -> int:
+        """Start the ranks until that works; returns how many attempts in a row there have been."""
+        while True:
+            await asyncio.sleep(BACK_OFF[min(failures, len(BACK_OFF) - 1)])
+            failures += 1
+            self._restarts += 1
+            try:
+                await self._start_ranks()
+            except WorkerError as error:
+                logger.error("group %s did not restart: %s", self.name, error)
+            else:
+                return failures
+
+    async def _start_ranks(self) -> None:
+        self._state = "starting"
+        self._ranks = [Rank(self._make_worker(spec)) for spec in self._specs]
+        try:
+            ready = await _all(rank.worker.start() for rank in self._ranks)
+        except BaseException:
+            await self._kill_ranks()
+            raise
+        now = self._now()
+        for rank, its in zip(self._ranks, ready, strict=True):
+            rank.ready = its
+            rank.heard_at = rank.moved_at = now
+        self._fault = asyncio.get_running_loop().create_future()
+        self._state = "up"
+        self._deliver([GroupUp(frames=min(its.frames for its in ready))])
+
+    # ---- within one life
+
+    async def _serve(self) -> str:
+        """Deliver reports until the group must be given up; returns why."""
+        merger = ReportMerger(len(self._ranks))
+        tasks = [asyncio.create_task(self._follow(rank, merger)) for rank in self._ranks]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._fault], return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            self._fault.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _follow(self, rank: Rank, merger: ReportMerger) -> str:
+        """Poll one rank until something is wrong with it; returns what."""
+        cursor = 0
+        name = f"worker {self.name}/{rank.worker.spec.rank}"
+        while True:
+            try:
+                batch = await self._poll(rank, cursor)
+                if batch is None:
+                    return f"{name} gave no sign of life for {self._heartbeat_timeout:g} s"
+                now = self._now()
+                rank.hear(batch.heartbeat, now)
+                self._deliver(merger.merge(batch.reports))
+            except WorkerError as error:
+                return f"{name}: {error}"
+            except Exception as error:
+                logger.exception("a report of %s could not be handled", name)
+                return f"a report of {name} could not be handled: {error!r}"
+            cursor = batch.index + len(batch.reports)
+            if now - rank.moved_at >= self._stall_timeout:
+                return f"{name} has been busy for {self._stall_timeout:g} s without a step or a page"
+
+    async def _poll(self, rank: Rank, cursor: int) -> Batch | None:
+        """One poll; None if it is not answered in time.
+
+        The time is waited for in two halves: if it was this process that stood still, the first half ends late, and
+        an answer that is there already gets in during the second.
+        """
+        poll = asyncio.ensure_future(rank.worker.poll(cursor, POLL_TIMEOUT))
+        try:
+            for _ in range(2):
+                await asyncio.wait([poll], timeout=self._heartbeat_timeout / 2)
+                if poll.done():
+                    return poll.result()
+            return None
+        finally:
+            poll.cancel()
+
+    async def _kill_ranks(self) -> None:
+        self._state = "down"
+        await asyncio.gather(*(rank.worker.kill() for rank in self._ranks))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _deliver(self, reports: Sequence[Report | GroupUp | GroupLost]) -> None:
+        if reports and self._sink is not None:
+            self._sink(reports)
+
+
+async def _all(starting: Iterable[Awaitable[WorkerReady]]) -> Sequence[WorkerReady]:
+    """What all of them return, once all have ended; raises the first one's error if any failed."""
+    results = await asyncio.gather(*starting, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, WorkerReady)]

@@ -1,0 +1,89 @@
+"""Reports of a group's ranks become reports of the group.
+
+The leader (rank 0) alone speaks of requests. What every rank is told to do, every rank answers; the group's answer is
+given when the last rank's is there. Ranks that disagree have no common state any more: the group must be rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from engine.request import KvReleased
+from swapper.errors import WorkerError
+from swapper.pager import SourceBytes
+from worker.protocol import PagedIn, PagedOut, PageInFailed, PageOutFailed, Report
+
+Answer = PagedIn | PageInFailed | PagedOut | PageOutFailed | KvReleased
+Key = TypeVar("Key")
+
+
+class ReportMerger:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._waiting: dict[tuple[str, int], list[Answer]] = {}  # (model, epoch) → the answers that are there
+
+    def merge(self, reports: Iterable[Report]) -> Sequence[Report]:
+        """The group's reports that one rank's complete. Raises WorkerError when ranks disagree."""
+        merged: list[Report] = []
+        for report in reports:
+            if not isinstance(report, Answer):
+                merged.append(report)
+            elif (whole := self._collect(report)) is not None:
+                merged.append(whole)
+        return merged
+
+    def _collect(self, answer: Answer) -> Answer | None:
+        key = (answer.model, answer.epoch)
+        answers = self._waiting.setdefault(key, [])
+        answers.append(answer)
+        if len(answers) < self._ranks:
+            return None
+        del self._waiting[key]
+        return answer if self._ranks == 1 else _combine(answers)
+
+
+def _combine(answers: Sequence[Answer]) -> Answer:
+    kinds = {type(answer) for answer in answers}
+    if len(kinds) > 1:
+        words = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise WorkerError(f"its ranks disagree about {answers[0].model!r} ({words})")
+    first = answers[0]
+    if isinstance(first, PagedIn):
+        pages_in = [answer for answer in answers if isinstance(answer, PagedIn)]
+        return PagedIn(
+            model=first.model,
+            first=first.first,
+            last=first.last,
+            epoch=first.epoch,
+            seconds=max(answer.seconds for answer in pages_in),
+            sources=_add_sources(answer.sources for answer in pages_in),
+            stages=_add(answer.stages for answer in pages_in),
+        )
+    if isinstance(first, PagedOut):
+        pages_out = [answer for answer in answers if isinstance(answer, PagedOut)]
+        return PagedOut(
+            model=first.model,
+            keep=first.keep,
+            epoch=first.epoch,
+            frames=min(answer.frames for answer in pages_out),
+            seconds=max(answer.seconds for answer in pages_out),
+        )
+    return first
+
+
+def _add(amounts: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    total: dict[Key, float] = {}
+    for amount in amounts:
+        for key, value in amount.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def _add_sources(sources: Iterable[Mapping[str, SourceBytes]]) -> dict[str, SourceBytes]:
+    total: dict[str, SourceBytes] = {}
+    for source in sources:
+        for name, moved in source.items():
+            before = total.get(name, SourceBytes(0, 0))
+            total[name] = SourceBytes(before.pages + moved.pages, before.nbytes + moved.nbytes)
+    return total

@@ -81,6 +81,7 @@ def hardware() -> dict[str, object]:
         "cores": _cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release().split("-")[0],
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute, the bench's own included: was it alone?
     }
 
 

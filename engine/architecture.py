@@ -6,6 +6,7 @@ order their weights are wanted in, and what each attention layer keeps of a toke
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,13 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import NAME, current_pass
-from engine.kv_cache import KvLayerShape, KvLayout
+from engine.kv_cache import KvLayerShape
 from swapper.errors import SourceError, UnsupportedModel
 
+MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    StrictDataclassError,
+)
+"""What a model's code may raise that was handed a configuration, or a way of running, that it was not made for."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_building = threading.Lock()  # transformers changes functions of torch and of its own while it builds a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +53,7 @@ class Architecture:
     """What a forward pass showed of a module."""
 
     units: tuple[Unit, ...]  # in execution order
-    kv: KvLayout
+    kv: Mapping[int, KvLayerShape]  # by the layer index that attention modules carry
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -50,26 +68,29 @@ def read_config(directory: Path) -> PreTrainedConfig:
                 "Add a model of an architecture that transformers has built in."
             )
         return AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, *MODEL_ERRORS) as error:
         raise SourceError(f"transformers cannot read {directory / 'config.json'}: {error}") from error
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model's module on the meta device, with our attention. Raises UnsupportedModel where that cannot be had."""
     try:
-        with torch.device("meta"):
+        with _building, torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
             )
-    except KeyError as error:
-        if error.args != (NAME,):
-            raise
-        raise UnsupportedModel(f"{config.model_type} models have an attention that cannot be replaced.") from error
-    except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise UnsupportedModel(f"transformers cannot build a causal {config.model_type} model: {error}") from error
-    if isinstance(pad := getattr(module.config, "pad_token_id", None), int) and pad >= 0:
-        module.config.pad_token_id = None  # else some models search every input for padding
+    except MODEL_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise UnsupportedModel(f"{config.model_type} models have an attention that cannot be replaced.") from error
+        raise UnsupportedModel(f"transformers cannot build a causal {config.model_type} model: {error!r}") from error
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):  # else some models search every input for padding
+            part.warn_if_padding_and_no_attention_mask = _no_padding
     return module.eval()
+
+
+def _no_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    """Inputs are packed: they have none."""
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -105,9 +126,13 @@ def freeze_rope(module: torch.nn.Module) -> None:
     for part in module.modules():
         kind = getattr(part, "rope_type", None)
         if isinstance(kind, str):
-            part.rope_type = "default"
+            _set_rope_type(part, "default")
         elif isinstance(kind, dict):
-            part.rope_type = dict.fromkeys(kind, "default")
+            _set_rope_type(part, dict.fromkeys(kind, "default"))
+
+
+def _set_rope_type(part: torch.nn.Module, kind: Any) -> None:
+    part.__dict__["rope_type"] = kind
 
 
 def decoder_layers(module: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
@@ -119,12 +144,22 @@ def decoder_layers(module: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     raise UnsupportedModel(f"{type(module).__name__} has no list of {depth} decoder layers.")
 
 
+def layer_kind(layer: torch.nn.Module) -> tuple[object, ...]:
+    """What sets a layer apart from layers of other kinds: its modules and their flags, and its parameters' shapes."""
+    kind: list[object] = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    for name, part in layer.named_modules():
+        flags = {key: value for key, value in vars(part).items() if value is None or isinstance(value, (bool, str))}
+        kind.append((name, type(part).__name__, tuple(sorted(flags.items(), key=lambda item: item[0]))))
+    return tuple(kind)
+
+
 def trace(module: PreTrainedModel) -> Architecture:
-    """Run a module that is on the meta device, and say what happened."""
+    """Run a module that is on the meta device, and say what happened. Of layers of one kind only the first computes."""
     list_path, layers = decoder_layers(module)
     owners = _tensor_owners(module, list_path, len(layers))
     observer = _Observer(gate=lambda nbytes: None)
     with ExitStack() as stack:
+        _repeat_kinds(layers, observer, stack)
         for path in dict.fromkeys(path for paths in owners.values() for path in paths):
             part = module.get_submodule(path)
             hook = part.register_forward_pre_hook(lambda module, args, path=path: observer.ran(path))
@@ -136,17 +171,39 @@ def trace(module: PreTrainedModel) -> Architecture:
         try:
             with torch.no_grad():
                 module(input_ids=row, position_ids=row, use_cache=False)
-        except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
+        except MODEL_ERRORS as error:
             raise UnsupportedModel(
-                f"A forward pass of {type(module).__name__} cannot be followed without weights: {error}"
+                f"A forward pass of {type(module).__name__} cannot be followed without weights: {error!r}"
             ) from error
     if len(observer.layers) != len(layers):
         raise UnsupportedModel(
-            f"{len(layers) - len(observer.layers)} of the {len(layers)} layers of {type(module).__name__} have no attention "
-            "that can be replaced by paged attention; recurrent and hybrid models are not supported."
+            f"{len(layers) - len(observer.layers)} of the {len(layers)} layers of {type(module).__name__} have no "
+            "attention that can be replaced by paged attention; recurrent and hybrid models are not supported."
         )
-    dtype = next(parameter.dtype for parameter in layers.parameters())
-    return Architecture(_units(owners, observer.order), KvLayout(dict(sorted(observer.layers.items())), dtype))
+    return Architecture(_units(owners, observer.order), dict(sorted(observer.layers.items())))
+
+
+def _repeat_kinds(layers: torch.nn.ModuleList, observer: _Observer, stack: ExitStack) -> None:
+    """Make each layer whose kind came before give that layer's output again, until the stack is unwound."""
+    firsts: dict[tuple[object, ...], int] = {}
+    outputs: dict[int, Any] = {}
+    for index, layer in enumerate(layers):
+        first = firsts.setdefault(layer_kind(layer), index)
+        if first == index:
+
+            def keep(module: torch.nn.Module, args: object, output: object, index: int = index) -> None:
+                outputs[index] = output
+
+            stack.callback(layer.register_forward_hook(keep).remove)
+        else:
+
+            def repeat(*args: object, index: int = index, first: int = first, **kwargs: object) -> object:
+                if first in observer.layers:
+                    observer.layers[index] = observer.layers[first]
+                return outputs[first]
+
+            layer.forward = repeat
+            stack.callback(delattr, layer, "forward")
 
 
 def _tensor_owners(module: PreTrainedModel, list_path: str, depth: int) -> dict[str, tuple[str, ...]]:
@@ -193,12 +250,14 @@ class _Observer:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or index in self.layers:
-            raise ValueError(f"{type(module).__name__} does not say which layer it is the only attention of")
         if getattr(module, "is_causal", True) is False:
-            raise ValueError(f"{type(module).__name__} is not causal")
+            raise UnsupportedModel(
+                f"{type(module).__name__} looks ahead: only models that go left to right are supported."
+            )
+        if not isinstance(index, int) or index in self.layers:
+            raise UnsupportedModel(f"{type(module).__name__} is not the only attention of a numbered layer.")
         if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"{type(module).__name__} mixes types of numbers")
+            raise UnsupportedModel(f"{type(module).__name__} mixes types of numbers.")
         self.layers[index] = KvLayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -217,6 +276,6 @@ def _traceable(module: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for part, kind in kinds.items():
-            part.rope_type = kind
+            _set_rope_type(part, kind)
         if switchable:
             module.set_experts_implementation(experts)

@@ -1,8 +1,8 @@
 """Paged attention: the function that transformers' models call instead of their own.
 
-It is registered under one name. Which tokens belong to which sequence, and where their keys and values lie, is not among
-its arguments: every forward pass puts a `Pass` into a context variable, so passes of several models may run in several
-threads at once, and models that do not hand keyword arguments down work too.
+It is registered under one name. Which tokens belong to which sequence, and where their keys and values lie, is not
+among its arguments: every forward pass puts a `Pass` into a context variable, so passes of several models may run in
+several threads at once, and models that do not hand keyword arguments down work too.
 
 `PagedPass` writes the new keys and values of all sequences and then attends group by group (`engine/groups.py`), in
 batched calls; no loop runs over sequences. Indices and masks are made once a pass and shared by all layers.
@@ -173,12 +173,12 @@ def _explicit(
     """
     size, queries, heads, shared, width = query.shape
     stacked = query.permute(0, 2, 3, 1, 4).reshape(size, heads, shared * queries, width)
-    scores = stacked @ keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
-    scores = scores.view(size, heads, shared, queries, -1)
+    scores = (stacked @ keys.transpose(2, 3)).view(size, heads, shared, queries, -1)
+    scores.mul_(width**-0.5 if scaling is None else scaling)
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+        scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
-        scores = scores + mask[:, None]
+        scores.add_(mask[:, None])
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(1, heads, shared, 1, 1).expand(size, -1, -1, queries, -1)), -1)
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype)

@@ -42,11 +42,6 @@ class Chunk:
     sequence: Sequence
     length: int
 
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends with the sequence's last token, so that the next one is sampled."""
-        return self.length == self.sequence.pending
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -290,17 +285,15 @@ def _step(chunks: list[Chunk]) -> Step:
     tokens: list[int] = []
     positions: list[int] = []
     slices: list[SequenceSlice] = []
-    sampled: list[int] = []
+    rows: list[int] = []
+    sampled: list[Sequence] = []
     for chunk in chunks:
         sequence, start = chunk.sequence, len(tokens)
         context = sequence.computed + chunk.length
         tokens.extend(sequence.tokens[sequence.computed : context])
         positions.extend(range(sequence.computed, context))
         slices.append(SequenceSlice(start, chunk.length, context, sequence.blocks[: kv_blocks(context)]))
-        if chunk.is_last:
-            sampled.append(start + chunk.length - 1)
-    return Step(
-        StepBatch(tuple(tokens), tuple(positions), tuple(slices), tuple(sampled)),
-        tuple(chunks),
-        tuple(chunk.sequence for chunk in chunks if chunk.is_last),
-    )
+        if context == len(sequence.tokens):
+            rows.append(start + chunk.length - 1)
+            sampled.append(sequence)
+    return Step(StepBatch(tuple(tokens), tuple(positions), tuple(slices), tuple(rows)), tuple(chunks), tuple(sampled))

@@ -110,8 +110,8 @@ class BlockManager:
         return kv_capacity_blocks(min(frames, self.max_frames), self._kv_bytes_per_token, self._pool.page_bytes)
 
     def _lowest_free(self) -> int:
-        """Blocks that were returned all lie below those that never were taken."""
-        if self._returned and self._returned[0] < self.capacity:
+        """Of the blocks of the grant, of which one is free; those that were returned lie below those never taken."""
+        if self._returned:
             return heapq.heappop(self._returned)
         self._fresh += 1
         return self._fresh - 1

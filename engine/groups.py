@@ -2,7 +2,8 @@
 
 Sequences of a similar number of new tokens and of a similar context are padded to one another; decodes are groups of
 their own. Padding at most doubles each dimension, whatever the mix, and the number of groups is logarithmic. Padding
-always repeats a token of the same sequence that is written: other memory may be unmapped, or hold NaN, which no mask hides.
+always repeats a token of the same sequence that is written: other memory may be unmapped, or hold NaN, which no mask
+hides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """KV blocks in a region: how the keys and values of a model's tokens lie in memory.
 
-Block-major: block `b` is the region's bytes `[b * block_bytes, (b + 1) * block_bytes)` and holds keys and values of all
-layers for 16 tokens, so a KV cache grows and shrinks by whole frames. Within a block, layer after layer; within a layer,
-one row a token: its keys of all heads, then its values.
+Block-major: block `b` is the region's bytes `[b * block_bytes, (b + 1) * block_bytes)` and holds keys and values of
+all layers for 16 tokens, so a KV cache grows and shrinks by whole frames. Within a block, layer after layer; within a
+layer, one row a token: its keys of all heads, then its values.
 
 A layer's rows lie at a regular distance from the region's start, so a layer is one strided table, and one index per
 token finds its row in every layer of the same width. Reading or writing a layer is one index operation, which touches

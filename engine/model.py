@@ -8,7 +8,6 @@ it runs the layer, by a hook on each module that the manifest has an extent for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,7 +22,6 @@ from swapper.errors import CorruptImage, UnsupportedModel
 from swapper.frames import Region
 from swapper.header import TORCH_WORDS
 from swapper.image import Image, Manifest, Shard
-from swapper.pager import PagedShard
 
 
 class KvCache(Protocol):
@@ -56,36 +54,43 @@ class ModelRunnerProtocol(Protocol):
         """See a reserved region as this model's KV blocks. Touches no memory."""
 
 
-Bind = Callable[..., ModelRunnerProtocol]
+class WeightRegion(Protocol):
+    """What binding needs of a `PagedShard`: it is all about addresses."""
+
+    shard: Shard
+    region: Region
 
 
 class BoundModel:
     """One rank's shard of a model, ready to run as far as its pages are in. Not for several threads at once."""
 
-    def __init__(self, manifest: Manifest, module: PreTrainedModel, kv: KvLayout, device: torch.device) -> None:
+    def __init__(self, weights: WeightRegion, manifest: Manifest, module: PreTrainedModel, kv: KvLayout) -> None:
+        self.weights = weights
         self.name = manifest.model
         self.vocab_size = int(module.config.get_text_config().vocab_size)
         self.context_length = manifest.context_length
         self.kv_bytes_per_token = kv.bytes_per_token
         self.kv_layout = kv
         self._module = module
-        self._device = device
+        self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
 
     @staticmethod
-    def bind(image: Image, shard: PagedShard) -> BoundModel:
+    def bind(image: Image, shard: WeightRegion) -> BoundModel:
         """Build the module over the shard's region. Touches no weight, and copies none.
 
         Raises CorruptImage if the image is not what the model's configuration says, UnsupportedModel if this version of
         transformers cannot build it.
         """
         manifest = image.manifest
-        module = build(read_config(image.path), DTYPES[manifest.dtype])
-        architecture = trace(module)
-        if architecture.kv.bytes_per_token != manifest.kv_bytes_per_token:
+        # Weights bring their own types. Building with any type but torch's default would change that default for the
+        # whole process meanwhile, and other models may be running in other threads.
+        module = build(read_config(image.path), torch.float32)
+        kv = KvLayout(trace(module).kv, DTYPES[manifest.dtype])
+        if kv.bytes_per_token != manifest.kv_bytes_per_token:
             raise CorruptImage(
                 f"{image.path} was packed for {manifest.kv_bytes_per_token} bytes of keys and values a token, but this "
-                f"version of transformers makes {architecture.kv.bytes_per_token}. Add the model again."
+                f"version of transformers makes {kv.bytes_per_token}. Add the model again."
             )
         data = region_bytes(shard.region)
         _fill_own_buffers(module, data.device)
@@ -93,13 +98,16 @@ class BoundModel:
         _bind_tensors(module, data, shard.shard, manifest.model)
         for extent in shard.shard.layers:
             _gate_before(module.get_submodule(extent.name), extent.end)
-        return BoundModel(manifest, module.requires_grad_(False), architecture.kv, data.device)
+        return BoundModel(shard, manifest, module.requires_grad_(False), kv)
 
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)
 
     def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
-        """Run one pass. An exception out of `gate` leaves the model as it was; blocks of the batch may be half written."""
+        """Run one pass, in the calling thread.
+
+        An exception out of `gate` leaves the model as it was; the pass's keys and values may then be written in part.
+        """
         assert isinstance(kv, PagedKvCache)
         with torch.inference_mode():
             tokens, positions = torch.tensor((batch.tokens, batch.positions), device=self._device)[:, None]
@@ -110,7 +118,7 @@ class BoundModel:
                 output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, **keep)
             finally:
                 current_pass.reset(token)
-            logits = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
+            logits: torch.Tensor = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 
@@ -132,12 +140,16 @@ def _fill_own_buffers(module: PreTrainedModel, device: torch.device) -> None:
             module._init_weights(part)
         for name in own:
             buffer = part._buffers[name]
-            if buffer is not None and buffer.numel() and torch.equal(buffer, _unlikely(buffer, device)):
+            if buffer is None or buffer.dtype == torch.bool or not buffer.numel():
+                continue
+            if torch.equal(buffer, _unlikely(buffer, device)):
                 raise UnsupportedModel(f"{type(module).__name__} does not fill its buffer {path}.{name} by itself.")
 
 
 def _unlikely(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of a value that no model fills a buffer with."""
+    """A tensor of what no model fills a buffer with."""
+    if like.dtype == torch.bool:
+        return torch.zeros_like(like, device=device)
     limits = torch.finfo(like.dtype) if like.dtype.is_floating_point else torch.iinfo(like.dtype)
     return torch.full(like.shape, limits.min, dtype=like.dtype, device=device)
 

@@ -23,7 +23,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine.architecture import DTYPES, Architecture, build, context_length, read_config, trace
+from engine.architecture import DTYPES, MODEL_ERRORS, Architecture, build, context_length, read_config, trace
+from engine.kv_cache import KvLayout
 from swapper.checkpoint import Checkpoint
 from swapper.errors import SourceError
 from swapper.packer import PackPlan, PlannedTensor
@@ -39,7 +40,9 @@ def pack_plan(checkpoint: Checkpoint, dtype: str | None = None, tp: int = 1, pp:
     the wrong shape.
     """
     if tp != 1 or pp != 1:
-        raise SourceError(f"A mesh of tp={tp}, pp={pp} is not supported: models are packed for one GPU. Use --tp 1 --pp 1.")
+        raise SourceError(
+            f"A mesh of tp={tp}, pp={pp} is not supported: models are packed for one GPU. Use --tp 1 --pp 1."
+        )
     config = read_config(checkpoint.path)
     name = _choose_dtype(checkpoint, dtype or config.get_text_config().dtype or config.dtype)
     module = build(config, DTYPES[name])
@@ -51,7 +54,7 @@ def pack_plan(checkpoint: Checkpoint, dtype: str | None = None, tp: int = 1, pp:
         tp=tp,
         pp=pp,
         context_length=context_length(config),
-        kv_bytes_per_token=architecture.kv.bytes_per_token,
+        kv_bytes_per_token=KvLayout(architecture.kv, DTYPES[name]).bytes_per_token,
         ranks=(tensors,),
     )
 
@@ -75,7 +78,9 @@ class _Recipe:
 
     target: str  # the first tensor it makes
     converter: WeightConverter | None
-    parts: dict[str, list[str]] = field(default_factory=dict)  # the checkpoint's names by the converter's source pattern
+    parts: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # the checkpoint's names by the converter's source pattern
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -163,8 +168,9 @@ def _find_recipes(
         if converter is None and recipe.parts:
             raise SourceError(f"{checkpoint.path} holds {target} twice, as {recipe.sources[0]} and as {source}.")
         recipe.parts.setdefault(pattern or source, []).append(source)
-        for other in converter.target_patterns[1:] if converter is not None else ():
-            recipes[target.replace(converter.target_patterns[0], other)] = recipe
+        if converter is not None:
+            first, *others = converter.target_patterns
+            recipes.update((target.replace(first, other), recipe) for other in others)
     _refuse_unexpected(checkpoint, module, unexpected)
     return recipes
 
@@ -180,8 +186,8 @@ def _refuse_unexpected(checkpoint: Checkpoint, module: PreTrainedModel, unexpect
     left = [name for name, target in unexpected.items() if target not in buffers and not pattern.search(name)]
     if left:
         raise SourceError(
-            f"{checkpoint.path} holds {len(left)} tensors that {type(module).__name__} has no place for: {_some(left)}. "
-            "The checkpoint is of another architecture than its config.json says."
+            f"{checkpoint.path} holds {len(left)} tensors that {type(module).__name__} has no place for: {_some(left)}."
+            " The checkpoint is of another architecture than its config.json says."
         )
 
 
@@ -205,7 +211,7 @@ def _check_shape(
     """Make the tensor from stand-ins that have shapes and no numbers, to see that it comes out right."""
     try:
         made = recipe.make(name, lambda source: torch.empty(checkpoint.shape(source), device="meta"), module)
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:
+    except MODEL_ERRORS as error:
         raise SourceError(f"{name} cannot be made from the tensors {_some(recipe.sources)}: {error}") from error
     if made.shape != shape:
         raise SourceError(

@@ -18,7 +18,7 @@ works on each row for itself, so a row's token does not depend on which other ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,10 +106,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         # The highest logit of each row becomes 0, so that no temperature, however low, makes it infinite.
         scaled = _select(logits, random)
         scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / _column(scaled, [p.temperature for p in params])
-        _filter(scaled, [p.top_k for p in params], lambda k: 0 < k < scaled.shape[-1], _top_k_floor)
-        _filter(scaled, [p.top_p for p in params], lambda p: p < 1, _top_p_floor)
-        _filter(scaled, [p.min_p for p in params], lambda p: p > 0, _min_p_floor)
-        drawn = _invert(scaled, [uniform(rows[i].params.seed, rows[i].position) for i in random])
+        drawn = _invert(scaled, params, [uniform(rows[i].params.seed, rows[i].position) for i in random])
         for i, token in zip(random, drawn, strict=True):
             tokens[i] = token
     return tokens
@@ -134,42 +131,57 @@ def _column(like: torch.Tensor, values: Sequence[float], dtype: torch.dtype | No
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
 
 
-def _filter(
-    logits: torch.Tensor,
-    values: Sequence[float],
-    is_on: Callable[[float], bool],
-    floor: Callable[[torch.Tensor, Sequence[float]], torch.Tensor],
-) -> None:
-    """Rule out, in the rows whose value switches the filter on, every token whose logit is below the row's floor."""
-    rows = [i for i, value in enumerate(values) if is_on(value)]
-    if not rows:
-        return
-    part = logits if len(rows) == len(logits) else logits[rows]
-    part = part.masked_fill(part < floor(part, [values[i] for i in rows]), -torch.inf)
-    logits[rows] = part
+def _invert(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+    """The token, of those that the filters keep, at which each row's mass first exceeds its uniform share of the whole.
 
-
-def _top_k_floor(logits: torch.Tensor, ks: Sequence[float]) -> torch.Tensor:
-    """The k-th highest logit of each row."""
-    best = logits.topk(int(max(ks)), dim=-1).values
-    return best.gather(1, _column(logits, ks, torch.int64) - 1)
-
-
-def _top_p_floor(logits: torch.Tensor, ps: Sequence[float]) -> torch.Tensor:
-    """The lowest logit of each row's smallest set of likeliest tokens whose mass reaches p."""
-    vocabulary = logits.shape[-1]
-    count = min(TOP_P_PREFIX, vocabulary)
+    With 52 bits in the uniform number, the product stays below the row's total even after rounding, so the token
+    found always has some probability.
+    """
     probabilities = torch.softmax(logits, dim=-1)
-    wanted = _column(logits, ps, torch.float64)
-    floors, reached = _floor_among_best(logits, probabilities, wanted, count)
-    short = [i for i, ok in enumerate(reached) if not ok] if count < vocabulary else []
-    if short:
-        # Sorting more finds the same values in the same places, so which way a row goes does not change its result.
-        floors[short] = _floor_among_best(logits[short], probabilities[short], wanted[short], vocabulary)[0]
+    mass = _mass(logits, probabilities, _floors(logits, probabilities, params))
+    return torch.searchsorted(mass, _column(mass, uniforms) * mass[:, -1:], right=True).squeeze(1).tolist()
+
+
+def _mass(logits: torch.Tensor, probabilities: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
+    """Running sums of the probabilities of tokens that are not below their row's floor."""
+    return (probabilities * (logits >= floors)).cumsum(dim=-1, dtype=torch.float64)
+
+
+def _floors(logits: torch.Tensor, probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The lowest logit that each row's filters keep, as a column. The highest logit of a row is 0."""
+    floors = logits.new_full((len(logits), 1), -torch.inf)
+    top_k = [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]]
+    top_p = [i for i, p in enumerate(params) if p.top_p < 1]
+    min_p = [i for i, p in enumerate(params) if p.min_p > 0]
+    if top_k:
+        floors[top_k] = _top_k_floors(_select(logits, top_k), [params[i].top_k for i in top_k])
+    if top_p:
+        some, their, floor = _select(logits, top_p), _select(probabilities, top_p), floors[top_p]
+        wanted = _column(floor, [params[i].top_p for i in top_p], torch.float64) * _mass(some, their, floor)[:, -1:]
+        floors[top_p] = torch.maximum(floor, _top_p_floors(some, their, wanted))
+    if min_p:  # p(token) >= min_p * p(likeliest), in logits
+        floors[min_p] = torch.maximum(floors[min_p], _column(floors, [params[i].min_p for i in min_p]).log())
     return floors
 
 
-def _floor_among_best(
+def _top_k_floors(logits: torch.Tensor, ks: Sequence[int]) -> torch.Tensor:
+    """The k-th highest logit of each row."""
+    return logits.topk(max(ks), dim=-1).values.gather(1, _column(logits, ks, torch.int64) - 1)
+
+
+def _top_p_floors(logits: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The lowest logit of each row's smallest set of likeliest tokens whose mass reaches what is wanted."""
+    vocabulary = logits.shape[-1]
+    count = min(TOP_P_PREFIX, vocabulary)
+    floors, reached = _floors_among_best(logits, probabilities, wanted, count)
+    short = [i for i, ok in enumerate(reached) if not ok] if count < vocabulary else []
+    if short:
+        # Sorting more finds the same values in the same places, so which way a row goes does not change its result.
+        floors[short] = _floors_among_best(logits[short], probabilities[short], wanted[short], vocabulary)[0]
+    return floors
+
+
+def _floors_among_best(
     logits: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, list[bool]]:
     """The logit at which each row's mass, summed from the likeliest token down, reaches `wanted`, and whether it does
@@ -178,22 +190,6 @@ def _floor_among_best(
     mass = probabilities.gather(1, best.indices).cumsum(dim=-1, dtype=torch.float64)
     places = torch.searchsorted(mass, wanted)
     return best.values.gather(1, places.clamp(max=count - 1)), (places < count).squeeze(1).tolist()
-
-
-def _min_p_floor(logits: torch.Tensor, ps: Sequence[float]) -> torch.Tensor:
-    """`p(token) >= min_p * p(likeliest)`, in logits."""
-    return logits.amax(dim=-1, keepdim=True) + _column(logits, ps).log()
-
-
-def _invert(logits: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
-    """The token at which each row's cumulative distribution first exceeds its uniform number.
-
-    With 52 bits in the uniform number, the product stays below the row's total even after rounding, so the token
-    found always has some probability.
-    """
-    mass = torch.softmax(logits, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = _column(mass, uniforms) * mass[:, -1:]
-    return torch.searchsorted(mass, targets, right=True).squeeze(1).tolist()
 
 
 def _logprobs(

@@ -1,9 +1,10 @@
 """Whether the engine serves an architecture rightly: found out by trying, before a model is added.
 
 What is known to be out of reach is refused by name. Anything else has to prove itself: a random model of the same
-configuration, cut to its first layers and, if need be, made narrower, is packed and bound as a real one would be, and a few
-tokens in chunks, in a mixed batch, must come out as from transformers' eager attention. The cut model's weights start out
-as NaN and come in layer by layer as the pass asks for them, so a model that touches a weight too early is found, too.
+configuration, cut to its first layers and, if need be, made narrower, is packed and bound as a real one would be, and
+a few tokens in chunks, in a mixed batch, must come out as from transformers' eager attention. The cut model's weights
+start out as NaN and come in layer by layer as the pass asks for them, so a model that touches a weight too early is
+found, too.
 
 What is cut: layers after the first of each kind; the vocabulary to 256 tokens; windows to 8 tokens, so that the test's
 sequences outgrow them. Models that are still too large lose, in this order, experts, width of their feed-forward
@@ -24,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from engine.architecture import build, decoder_layers, read_config, trace
+from engine.architecture import MODEL_ERRORS, build, decoder_layers, layer_kind, read_config, trace
 from engine.batch import SequenceSlice, StepBatch
 from engine.model import BoundModel
 from engine.plan import pack_plan
@@ -62,7 +63,7 @@ def check_supported(checkpoint: Checkpoint) -> None:
         try:
             model.save_pretrained(Path(scratch) / "checkpoint")
             difference = _difference(model, Path(scratch))
-        except (GswapdError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (GswapdError, *MODEL_ERRORS) as error:
             raise UnsupportedModel(f"A small random {type(module).__name__} does not run: {error}") from error
     if not difference <= _TOLERANCE:  # NaN is no proof either
         raise UnsupportedModel(
@@ -73,7 +74,9 @@ def check_supported(checkpoint: Checkpoint) -> None:
 
 def _refuse_by_name(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
-        raise UnsupportedModel(f"{config.model_type} models are encoder-decoders; only decoder-only models are supported.")
+        raise UnsupportedModel(
+            f"{config.model_type} models are encoder-decoders; only decoder-only models are supported."
+        )
     if config.get_text_config() is not config:
         raise UnsupportedModel(
             f"{config.model_type} models take more than text; only text models are supported. "
@@ -101,7 +104,8 @@ def _cut(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedConfig:
             setattr(cut, name, value[:depth])
     cut.num_hidden_layers = depth
     cut.vocab_size = min(cut.vocab_size, _VOCABULARY)
-    cut.pad_token_id = None
+    if isinstance(pad := cut.pad_token_id, int) and pad >= cut.vocab_size:
+        cut.pad_token_id = 0
     for name in _WINDOWS:
         if isinstance(getattr(cut, name, None), int):
             setattr(cut, name, min(getattr(cut, name), _WINDOW))
@@ -112,9 +116,7 @@ def _cut(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedConfig:
                 return candidate
         except UnsupportedModel as refused:  # widths that do not go together
             error = refused
-    raise UnsupportedModel(
-        f"No {config.model_type} model could be made that is small enough to be checked."
-    ) from error
+    raise UnsupportedModel(f"No {config.model_type} model could be made that is small enough to be checked.") from error
 
 
 def _depth(module: PreTrainedModel) -> int:
@@ -122,20 +124,11 @@ def _depth(module: PreTrainedModel) -> int:
     seen: set[tuple[object, ...]] = set()
     depth = 0
     for index, layer in enumerate(decoder_layers(module)[1]):
-        kind = _kind(layer)
+        kind = layer_kind(layer)
         if kind not in seen:
             seen.add(kind)
             depth = index + 1
     return depth
-
-
-def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
-    """What sets one layer apart from another: its modules and their flags, and its parameters' shapes."""
-    kind: list[object] = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-    for name, part in layer.named_modules():
-        flags = {key: value for key, value in vars(part).items() if value is None or isinstance(value, (bool, str))}
-        kind.append((name, type(part).__name__, tuple(sorted(flags.items(), key=lambda item: item[0]))))
-    return tuple(kind)
 
 
 def _nbytes(module: PreTrainedModel) -> int:
@@ -151,18 +144,18 @@ def _narrower(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         if isinstance(count := getattr(fewer, name, None), int):
             setattr(fewer, name, min(count, 2 * max(chosen, getattr(config, "n_group", None) or 1)))
     yield fewer
-    for factor in (4, 16, 64):
-        yield _divided(fewer, _FEED_FORWARD, factor)
-    thin = _divided(fewer, _FEED_FORWARD, 64)
+    thin = _divided(fewer, _FEED_FORWARD, 32, least=64)
+    yield thin
     for factor in (2, 4, 8, 16, 32):
         yield _divided(thin, _WIDTHS, factor)
 
 
-def _divided(config: PreTrainedConfig, names: tuple[str, ...], factor: int) -> PreTrainedConfig:
+def _divided(config: PreTrainedConfig, names: tuple[str, ...], factor: int, least: int = 1) -> PreTrainedConfig:
+    """Some numbers of a configuration divided, each to a multiple of `least`."""
     divided = deepcopy(config)
     for name in names:
         if isinstance(value := getattr(divided, name, None), int):
-            setattr(divided, name, max(1, value // factor))
+            setattr(divided, name, max(least, value // factor // least * least))
     return divided
 
 
@@ -189,7 +182,6 @@ class MemoryShard:
 
     def __init__(self, image: Image) -> None:
         self.shard = image.manifest.shards[0]
-        self.page_count = 1
         self._path = image.shard_path(0)
         self._loaded = 0
         self._memory = _nan_bytes(self.shard.nbytes)
@@ -204,16 +196,6 @@ class MemoryShard:
             data = bytearray(file.read(nbytes - self._loaded))
         self._memory[self._loaded : nbytes] = torch.frombuffer(data, dtype=torch.uint8)
         self._loaded = nbytes
-
-    @property
-    def resident(self) -> int:
-        return int(self.is_ready(self.shard.nbytes))
-
-    def is_ready(self, nbytes: int) -> bool:
-        return nbytes <= self._loaded
-
-    def wait(self, nbytes: int) -> None:
-        self.load(nbytes)
 
 
 def _nan_bytes(nbytes: int) -> torch.Tensor:

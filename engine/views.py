@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+import torch.utils.dlpack
 
 from swapper.frames import Region
 
@@ -63,4 +64,4 @@ def _from_device_address(address: int, nbytes: int, index: int) -> torch.Tensor:
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    return torch.from_dlpack(new_capsule(ctypes.addressof(managed), b"dltensor", None))
+    return torch.utils.dlpack.from_dlpack(new_capsule(ctypes.addressof(managed), b"dltensor", None))

@@ -74,7 +74,7 @@ class LiveScheduler:
         self._after_turn = after_turn
         self._links = {client.name: GroupLink(client) for client in groups}
         self._models: dict[str, ServedModel] = {}
-        self._removing: dict[str, ServedModel | None] = {}  # by name: what comes after it under that name
+        self._removing: set[str] = set()
         self._inbox = Inbox(inbox_limit)
         self._requests = AdmittedRequests(self._inbox.put, observer, clock)
         self._jobs = Jobs(inbox_limit)
@@ -123,19 +123,16 @@ class LiveScheduler:
     # ---- what the server asks
 
     def add_model(self, model: ServedModel) -> None:
-        """Raises ValueError if a model of that name is served; one that is being removed is followed by this one."""
-        if model.name in self._removing:
-            self._removing[model.name] = model
-        elif model.name in self._models:
-            raise ValueError(f"model {model.name} is served already; remove it before adding it anew")
-        else:
-            self._models[model.name] = model
-            self._inbox.put(events.ModelAdded(self._clock(), model_spec(model)))
+        """Raises ValueError while a model of that name is listed by `models`."""
+        if model.name in self._models:
+            raise ValueError(f"model {model.name} is served already; it has to be gone before it is added anew")
+        self._models[model.name] = model
+        self._inbox.put(events.ModelAdded(self._clock(), model_spec(model)))
 
     def remove_model(self, name: str) -> None:
         """Its pages go once nothing runs on it; until then `models` lists it. Idempotent."""
         if name in self._models:
-            self._removing[name] = None
+            self._removing.add(name)
             self._inbox.put(events.ModelRemoved(self._clock(), name))
 
     def submit(self, request: GenerationRequest, timeout: float) -> LiveAnswer:
@@ -264,7 +261,6 @@ class LiveScheduler:
                 if self._links[event.group].came_up():
                     self._observer.worker_restarted(event.group)
             case events.WorkerLost():
-                logger.warning("Group %s was lost: %s", event.group, event.message)
                 self._links[event.group].lost()
                 self._records.group_lost(event.group)
 
@@ -303,13 +299,11 @@ class LiveScheduler:
 
     def _forget_removed(self) -> None:
         for name in [name for name in self._removing if self._core.model(name) is None]:
+            self._removing.remove(name)
             del self._models[name]
             self._records.forget(name)
             for link in self._links.values():
                 link.forget(name)
-            follower = self._removing.pop(name)
-            if follower is not None:
-                self.add_model(follower)
 
     def _page_out_reason(self, model: str) -> str:
         if model in self._removing:

@@ -63,9 +63,7 @@ class Records:
         self._loads[where].outstanding.add(action.epoch)
 
     def page_out_asked(self, action: actions.PageOut, reason: str) -> None:
-        where = action.group, action.model
-        self._loads.pop(where, None)
-        self._page_outs[where] = action.epoch, reason
+        self._page_outs[action.group, action.model] = action.epoch, reason
 
     # ---- what the workers report
 

@@ -20,8 +20,8 @@ def key_required(key: SecretStr | None) -> Callable[[Request], Awaitable[None]]:
         if wanted is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compared as bytes: compare_digest takes no text outside ASCII.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), wanted):
+        # Compared as bytes: compare_digest takes no text outside ASCII. Header bytes arrive decoded as Latin-1.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), wanted):
             problem = "Incorrect API key provided" if given else "No API key provided"
             raise ApiError(
                 401,

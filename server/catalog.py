@@ -34,12 +34,16 @@ class CatalogModel:
     fingerprint: str
     context_length: int
     created: int  # unix time of its publication
+    stamp: tuple[int, int]  # of its manifest: another one if the name was removed and added again
     config: ModelConfig
 
-    @property
-    def identity(self) -> tuple[Path, str, int]:
-        """Differs if the name was removed and added again."""
-        return self.path, self.fingerprint, self.created
+
+Found = tuple[CatalogModel, ServedModel]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = (path / MANIFEST).stat()
+    return status.st_mtime_ns, status.st_ino
 
 
 class Catalog:
@@ -63,6 +67,7 @@ class Catalog:
         self._forgotten = forgotten
         self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
         self._version: StoreVersion | None = None
+        self._found: dict[str, Found] = {}  # by the last look at the store
         self._refreshing = asyncio.Lock()
         self._warming: set[asyncio.Task[None]] = set()
 
@@ -100,26 +105,33 @@ class Catalog:
                 if self.problems.get(name) != why:
                     logger.error("Model %s cannot be served: %s", name, why)
             self.problems = problems
+            self._found = found
             for name in [n for n, known in self.models.items() if n not in found or found[n][0] != known]:
                 self._remove(name)
-            self._version = version
-            for name, added in found.items():
-                if name not in self.models and not self._add(*added):
-                    self._version = None  # look again soon
+            # A model that is on its way out, its last request still running, cannot be added again yet.
+            leaving = {status.name for status in self._scheduler.models()} - self.models.keys()
+            for name in sorted(found.keys() - self.models.keys() - leaving):
+                self._add(*found[name])
+            self._version = None if leaving & found.keys() else version  # None: look again soon
 
-    def _scan(self) -> tuple[dict[str, tuple[CatalogModel, ServedModel]], dict[str, str]]:
-        found: dict[str, tuple[CatalogModel, ServedModel]] = {}
+    def _scan(self) -> tuple[dict[str, Found], dict[str, str]]:
+        found: dict[str, Found] = {}
         problems: dict[str, str] = {}
         for name in self._store.list():
             try:
-                found[name] = self._describe(name, self._store.open(name))
-            except ModelNotFound:
+                known = self._found.get(name)
+                if known is not None and _stamp(known[0].path) == known[0].stamp:
+                    found[name] = known  # large manifests take long to read: each is read once
+                else:
+                    found[name] = self._describe(name, self._store.open(name))
+            except (ModelNotFound, FileNotFoundError):
                 continue  # removed since it was listed
             except (StoreError, OSError) as error:
                 problems[name] = str(error)
         return found, problems
 
-    def _describe(self, name: str, image: Image) -> tuple[CatalogModel, ServedModel]:
+    def _describe(self, name: str, image: Image) -> Found:
+        stamp = _stamp(image.path)
         manifest = image.manifest
         if manifest.tp * manifest.pp != 1:
             raise StoreError(
@@ -131,7 +143,8 @@ class Catalog:
             path=image.path,
             fingerprint=manifest.fingerprint,
             context_length=manifest.context_length,
-            created=int((image.path / MANIFEST).stat().st_mtime),
+            created=stamp[0] // 1_000_000_000,
+            stamp=stamp,
             config=self._configs.get(name, ModelConfig()),
         )
         served = ServedModel(
@@ -145,10 +158,7 @@ class Catalog:
         )
         return model, served
 
-    def _add(self, model: CatalogModel, served: ServedModel) -> bool:
-        """False if a model of that name is still on its way out."""
-        if any(status.name == model.name for status in self._scheduler.models()):
-            return False
+    def _add(self, model: CatalogModel, served: ServedModel) -> None:
         self._scheduler.add_model(served)
         self.models[model.name] = model
         logger.info("Model %s can be asked for now", model.name)
@@ -156,7 +166,6 @@ class Catalog:
             warming = asyncio.create_task(self._warm(model), name=f"warm {model.name}")
             self._warming.add(warming)
             warming.add_done_callback(self._warming.discard)
-        return True
 
     def _remove(self, name: str) -> None:
         del self.models[name]
@@ -174,6 +183,10 @@ class Catalog:
         except Refused as refusal:
             wish = "pinned" if model.config.pinned else "preloaded"
             logger.error("Model %s could not be %s as configured: %s", model.name, wish, refusal)
+
+    async def settled(self) -> None:
+        """Return once what is configured to be in memory is in, or was refused."""
+        await asyncio.gather(*self._warming)
 
     async def close(self) -> None:
         for warming in list(self._warming):

@@ -57,6 +57,7 @@ def run(config: Config) -> int:
     from server.backend import RayBackend  # imports Ray
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # A thread that tokenizes gives the event loop way after half a millisecond, not after five.
     sys.setswitchinterval(0.0005)
     listener = bind(config.server)
@@ -95,8 +96,9 @@ def url_of(listener: socket.socket) -> str:
 
 async def serve(config: Config, listener: socket.socket, backend: Backend, metrics: Metrics) -> None:
     """Serve on `listener` until a signal has been obeyed. Raises what `backend.start` raises."""
-    _warn_if_open(config.server)
-    terminated = _listen_for_signals()
+    warn_if_open(config.server)
+    signals = Signals()
+    signals.listen()
     metrics.watch(backend.scheduler)
     catalog = Catalog(Store(config.store), backend.scheduler, config.models, config.memory.page, metrics.forget)
     service = Service(config, backend.scheduler, catalog, Tokenizers(config.server.tokenizer_threads), metrics)
@@ -104,12 +106,13 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
     serving = asyncio.create_task(http.serve([listener]), name="http")
     watching = asyncio.create_task(catalog.run(), name="catalog")
     starting = asyncio.create_task(backend.start(), name="backend")
-    stopping = asyncio.create_task(terminated.wait(), name="signals")
+    stopping = asyncio.create_task(signals.terminated.wait(), name="signals")
     running = {serving, watching, stopping}
     try:
         done, _ = await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting in done:
             starting.result()
+            signals.listen()  # again: starting Ray has put a handler of its own over ours
             print(f"gswapd is serving at {url_of(listener)}", flush=True)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
@@ -134,21 +137,25 @@ async def _drain(service: Service) -> None:
     await service.scheduler.drain(timeout)
 
 
-def _listen_for_signals() -> asyncio.Event:
-    terminated = asyncio.Event()
+class Signals:
+    """SIGTERM and SIGINT: the first sets `terminated`, the second ends the process."""
 
-    def signalled(number: int) -> None:
-        if terminated.is_set():
+    def __init__(self) -> None:
+        self.terminated = asyncio.Event()
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: int) -> None:
+        signal.alarm(0)  # which Ray's handler sets, to kill the process 3 s later, if it was in place while starting
+        if self.terminated.is_set():
             logger.warning("Ended at once by a second signal")
             os._exit(128 + number)
-        terminated.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
-    return terminated
+        self.terminated.set()
 
 
-def _warn_if_open(config: ServerConfig) -> None:
+def warn_if_open(config: ServerConfig) -> None:
     if is_loopback(config.host):
         return
     for key in ("api_key", "admin_key"):

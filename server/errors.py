@@ -15,7 +15,9 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from server.tokens import ChatTemplateError
 from swapper.errors import CorruptImage, GswapdError, ModelNotFound, Refused
@@ -90,6 +92,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), "invalid_messages", "messages")
         case CorruptImage():
             return ApiError(503, str(error), "load_failed", "model")
+        case ClientDisconnect():
+            return ApiError(499, "The client closed the connection.", "client_gone")
         case HTTPException():
             code = _CODES.get(error.status_code, "http_error")
             return ApiError(error.status_code, f"{error.detail}.", code, headers=error.headers)
@@ -141,6 +145,12 @@ def register(app: FastAPI) -> None:
         message = f"There is no {path} here." if api_error.status == 404 else f"{path} takes no {request.method}."
         return ApiError(api_error.status, message, api_error.code, headers=api_error.headers).response()
 
+    async def invalid(_: Request, error: Exception) -> Response:
+        """Of a path or query: bodies are validated by `server/openai/schemas.py`."""
+        assert isinstance(error, RequestValidationError)
+        return invalid_request([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]).response()
+
+    app.add_exception_handler(RequestValidationError, invalid)
     for kind in (GswapdError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
     for status in _CODES:

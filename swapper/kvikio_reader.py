@@ -29,7 +29,7 @@ class KvikioReader:
     there is one KvikioReader in it.
     """
 
-    def __init__(self, device: str, threads: int = 16, waiters: int = 8) -> None:
+    def __init__(self, threads: int = 16, *, device: str = "cpu", waiters: int = 8) -> None:
         """Raises ConfigError if kvikio cannot be used here."""
         self._kvikio = _load()
         self._device = device

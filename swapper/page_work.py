@@ -1,8 +1,9 @@
 """What the pager has to do next, and what became of what it did: its tables, without threads, memory or files.
 
 `next_work` hands out one piece of work; whoever has done it says so with `arrived`, `lost`, or `taken_apart`. The
-pager's lock is held around every call. Work comes in this order: tell who asked how a page-in ended, take failed
-shards apart, then pages, oldest page-in first, each shard's in order, with at most `depth` of them being read.
+pager's lock is held around every call. Work comes in this order: tell who asked how a page-in ended; map pages that
+waited for another page's read; take failed shards apart; then pages, oldest page-in first, each shard's in order, with
+at most `depth` of them being read.
 """
 
 from __future__ import annotations
@@ -89,9 +90,14 @@ class PageWork:
         while True:
             if self._ended:
                 return self._ended.popleft()
-            if self._broken:
+            can_read = self._reading < self._depth
+            # Before shards are taken apart: one that was given up may hold what another page waited for.
+            task = self._next_waiter() if can_read else None
+            if task is None and self._broken:
                 return TakeApart(self._broken.popleft())
-            if self._reading == self._depth or (task := self._next_task()) is None:
+            if task is None and can_read:
+                task = self._next_page()
+            if task is None:
                 return None
             if (work := self._find_frame(task)) is not None:
                 return work
@@ -141,11 +147,14 @@ class PageWork:
         """Give up the holds of pages that are unmapped; returns how many frames became free."""
         return sum(self._contents.release(shard.table.pop(page)) for page in pages)
 
-    def _next_task(self) -> PageTask | None:
+    def _next_waiter(self) -> PageTask | None:
         while self._again:
             task = self._again.popleft()
             if not task.job.failed:
                 return task
+        return None
+
+    def _next_page(self) -> PageTask | None:
         while self._queue:
             job = self._queue[0]
             if not job.failed and job.next < job.last:

@@ -38,7 +38,13 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": _COMMON,
     "qwen3": {**_COMMON, "head_dim": 16},
     "mistral": {**_COMMON, "sliding_window": WINDOW},
-    "gemma2": {**_COMMON, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 4},
+    "gemma2": {
+        **_COMMON,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 4,
+    },
     "gemma3_text": {
         **_COMMON,
         "head_dim": 16,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -33,8 +34,6 @@ def _in_group(name: str, **options: Any) -> Callable[[Method], Method]:
 
 
 class GswapdWorker:
-    """Ray shows this class's name as the process's title."""
-
     def __init__(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
         self._shard: Shard
@@ -61,9 +60,13 @@ class GswapdWorker:
         return self._shard.poll(cursor, timeout)
 
 
-Actor: Any = ray.remote(
-    concurrency_groups={"control": 1, "poll": 1},
-    max_restarts=0,  # groups restart their workers: Ray notices a death a second late when it may restart the actor
-    max_task_retries=0,
-    max_pending_calls=10_000,
-)(GswapdWorker)
+@cache
+def actor_class(group: str, rank: int) -> Any:
+    """The class to start a rank's worker from: Ray makes its name the process's title, so each rank has its own."""
+    named = type(f"gswapd worker {group}/{rank}", (GswapdWorker,), {})
+    return ray.remote(
+        concurrency_groups={"control": 1, "poll": 1},
+        max_restarts=0,  # groups restart their workers: Ray notices a death a second late when it may restart the actor
+        max_task_retries=0,
+        max_pending_calls=10_000,
+    )(named)

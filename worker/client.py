@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import PendingCallsLimitExceeded, RayActorError, RayError, RayTaskError
 
 from swapper.errors import WorkerError
-from worker.actor import Actor
+from worker.actor import actor_class
 from worker.cluster import Cluster
 from worker.protocol import Batch, Command, WorkerReady, WorkerSpec
 
@@ -39,10 +39,14 @@ class WorkerClient:
         name = f"worker {self.spec.group}/{self.spec.rank}"
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                self._actor = Actor.options(
-                    # A private Ray has nothing to share out; a joined one must know what we take.
-                    num_cpus=0 if self._cluster.is_private else self.spec.compute_threads,
-                ).remote()
+                self._actor = (
+                    actor_class(self.spec.group, self.spec.rank)
+                    .options(
+                        # A private Ray has nothing to share out; a joined one must know what we take.
+                        num_cpus=0 if self._cluster.is_private else self.spec.compute_threads,
+                    )
+                    .remote()
+                )
                 self.pid, node = await self._actor.identify.remote()
                 if node == self._cluster.node:
                     with suppress(psutil.NoSuchProcess):  # died at once: `open` will say so

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ NODE_ADDRESS = "127.0.0.2"
 """On the loopback interface, so that Ray does not depend on this machine's network; Ray takes 127.0.0.1 to mean any
 address but that one."""
 
+JOIN_TIMEOUT = 10.0  # seconds
 REAPER_TIMEOUT = 12.0  # seconds: a little more than the reaper's own patience
 
 logger = logging.getLogger(__name__)
@@ -74,15 +76,27 @@ class Cluster:
 
 
 def _start(thread: ThreadPoolExecutor, address: str | None) -> Cluster:
+    import ray
+
+    if ray.is_initialized():
+        raise WorkerError("this process is connected to a Ray already, and can be connected to one only")
     private = PrivateRay() if address is None else None
     try:
-        node = _connect(address=address) if private is None else private.connect()
+        node = _join(address) if private is None else private.connect()
     except Exception as error:
         if private is None:
             raise WorkerError(f"Ray at {address} could not be joined: {error}") from error
         private.close()
         raise WorkerError(f"a private Ray did not start: {error}") from error
     return Cluster(thread, private, node)
+
+
+def _join(address: str | None) -> str:
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit():
+        # Ray would try for minutes to reach an address where nobody listens.
+        socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT).close()
+    return _connect(address=address)
 
 
 def _connect(**options: Any) -> str:
@@ -141,14 +155,21 @@ class PrivateRay:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start_reaper(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", reaper.__file__, self.instance, str(self.directory)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",
         )
+        assert watchdog.stdout is not None
+        with watchdog.stdout as stdout:
+            if stdout.readline() != b"ready\n":
+                watchdog.communicate()
+                shutil.rmtree(self.directory)
+                raise WorkerError("the watchdog process ended at once; is the Python installation complete?")
+        return watchdog
 
     def _variables(self) -> Mapping[str, str]:
         return {
@@ -182,7 +203,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _reread_environment() -> None:
     """Ray looks for its token when it is imported, which may have been before there was one."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    import ray
 
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = ray._raylet
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()

@@ -100,6 +100,7 @@ class WorkerGroup:
         self._state: Literal["starting", "up", "down"] = "down"
         self._restarts = 0
         self._life: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by `start`
         self._fault: asyncio.Future[str]  # of this life: why `post` wants it to end
 
     def subscribe(self, sink: Sink) -> None:
@@ -108,14 +109,15 @@ class WorkerGroup:
     def post(self, commands: Sequence[Command]) -> None:
         if self._state != "up":
             return
-        try:
-            for rank in self._ranks:
+        for rank in self._ranks:
+            try:
                 rank.worker.post(commands)
-        except WorkerError as error:
-            if not self._fault.done():
-                self._fault.set_result(str(error))
+            except WorkerError as error:
+                if not self._fault.done():
+                    self._fault.set_result(f"{self._name_of(rank)}: {error}")
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self._start_ranks()
         self._life = asyncio.create_task(self._live(), name=f"group {self.name}")
 
@@ -128,7 +130,6 @@ class WorkerGroup:
 
     @property
     def workers(self) -> Sequence[WorkerStatus]:
-        now = self._now()
         return [
             WorkerStatus(
                 group=self.name,
@@ -139,7 +140,7 @@ class WorkerGroup:
                 device=rank.ready.device if rank.ready else "",
                 reader=rank.ready.reader if rank.ready else rank.worker.spec.reader,
                 heartbeat=rank.heartbeat,
-                heartbeat_age=now - rank.heard_at if rank.heartbeat else None,
+                heartbeat_age=self._now() - rank.heard_at if rank.heartbeat else None,
             )
             for rank in self._ranks
         ]
@@ -184,7 +185,7 @@ class WorkerGroup:
         for rank, its in zip(self._ranks, ready, strict=True):
             rank.ready = its
             rank.heard_at = rank.moved_at = now
-        self._fault = asyncio.get_running_loop().create_future()
+        self._fault = self._loop.create_future()
         self._state = "up"
         self._deliver([GroupUp(frames=min(its.frames for its in ready))])
 
@@ -206,7 +207,7 @@ class WorkerGroup:
     async def _follow(self, rank: Rank, merger: ReportMerger) -> str:
         """Poll one rank until something is wrong with it; returns what."""
         cursor = 0
-        name = f"worker {self.name}/{rank.worker.spec.rank}"
+        name = self._name_of(rank)
         while True:
             try:
                 batch = await self._poll(rank, cursor)
@@ -244,8 +245,11 @@ class WorkerGroup:
         self._state = "down"
         await asyncio.gather(*(rank.worker.kill() for rank in self._ranks))
 
+    def _name_of(self, rank: Rank) -> str:
+        return f"worker {self.name}/{rank.worker.spec.rank}"
+
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
     def _deliver(self, reports: Sequence[Report | GroupUp | GroupLost]) -> None:
         if reports and self._sink is not None:

@@ -7,7 +7,7 @@ from the private Ray does), until there is none, and removes Ray's directory. A 
 daemon closes the pipe and waits for this process.
 
 Run as a script with the standard library alone, so that it is up within milliseconds:
-`python -I -S reaper.py INSTANCE DIRECTORY`.
+`python -I -S reaper.py INSTANCE DIRECTORY`. It says `ready` on its standard output once nothing but SIGKILL ends it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PATIENCE = 9.0  # seconds until what cannot be killed (a process stuck in the ke
 def main(instance: str, directory: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    os.write(sys.stdout.fileno(), b"ready\n")
     while os.read(sys.stdin.fileno(), 1):  # returns nothing once the daemon has closed its end or died
         pass
     reap(instance, time.monotonic() + PATIENCE)

@@ -130,6 +130,7 @@ class SchedulerCore:
             resident=main.resident if main is not None else 0,
             kv_frames=main.kv.reserved if main is not None else 0,
             pinned=model.pinned is not None,
+            home=model.home,
             waiting=len(model.waiting),
             running=self._state.running(name),
             last_finish=model.last_finish,

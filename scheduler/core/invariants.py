@@ -17,7 +17,7 @@ def check(core: SchedulerCore) -> None:
         _check_frames(state, group)
         for placement in group.placements.values():
             _check_pages(placement)
-            _check_work(state, group, placement)
+            _check_work(state, placement)
     _check_requests(state)
     _check_pins(state)
 
@@ -52,7 +52,7 @@ def _check_pages(placement: Placement) -> None:
         assert 0 < placement.resident < placement.pages, f"{name} is partial with {placement.resident} pages"
 
 
-def _check_work(state: State, group: Group, placement: Placement) -> None:
+def _check_work(state: State, placement: Placement) -> None:
     name = f"{placement.model} on {placement.group}"
     if placement.running:
         assert placement.phase in (Phase.LOADING, Phase.RESIDENT), f"requests run on {name}, which is {placement.phase}"
@@ -61,8 +61,6 @@ def _check_work(state: State, group: Group, placement: Placement) -> None:
         assert len(placement.running) <= state.config.max_running, f"too many requests run on {name}"
     else:
         assert placement.kv.granted == 0, f"{name} is idle and keeps KV"
-    if placement.leaving is not None:
-        assert state.models[placement.model].home != group.name, f"{name} is pinned and paged out"
     busy = [other.group for other in state.placements(placement.model) if other.is_busy]
     assert len(busy) <= 1, f"{placement.model} is busy on several groups: {busy}"
 

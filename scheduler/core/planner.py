@@ -150,7 +150,7 @@ class Planner:
         if demand.kv_frames >= self._blocked.get(where, demand.kv_frames + 1):
             return  # an older one that needs no more did not fit
         lacking = self._lacking(group, model, demand)
-        if self._fits(group, demand.model, lacking):
+        if self._fits(group, demand, lacking):
             self._admit(group, model, demand)
         else:
             self._blocked[where] = demand.kv_frames
@@ -178,20 +178,31 @@ class Planner:
         return self._state.groups[policy.choose_site(sites).group] if sites else None
 
     def _lacking(self, group: Group, model: Model, demand: Demand) -> list[int]:
-        """Frames that the demand needs on each rank beyond those that the model holds."""
-        kv = max(0, demand.kv_frames - group.ledger.kv.get(demand.model, 0))
+        """Frames that the demand needs on each rank beyond those that the model holds and does not give back."""
+        placement = group.placements.get(demand.model)
+        granted = placement.kv.granted if placement is not None else 0
+        kv = max(0, demand.kv_frames - granted)
         return [pages + kv for pages in group.ledger.missing(model.spec.shards)]
 
-    def _free(self, group: Group) -> list[int]:
-        """Frames that are free and not claimed by an older demand, for each rank; negative if more are claimed."""
+    def _unclaimed(self, group: Group) -> list[int]:
+        """Frames on each rank that are free, or KV that is being given back, less what older demands wait for."""
+        coming = sum(placement.kv.reserved - placement.kv.granted for placement in group.placements.values())
         claims = self._claims.get(group.name, [0] * group.ranks)
-        return [free - claimed for free, claimed in zip(group.ledger.free(), claims, strict=True)]
+        return [free + coming - claimed for free, claimed in zip(group.ledger.free(), claims, strict=True)]
 
-    def _fits(self, group: Group, name: str, lacking: Sequence[int]) -> bool:
-        placement = group.placements.get(name)
-        if placement is not None and placement.phase is Phase.EVICTING:
-            return False  # its page-out has to end first
-        return all(need <= max(0, free) for need, free in zip(lacking, self._free(group), strict=True))
+    def _fits(self, group: Group, demand: Demand, lacking: Sequence[int]) -> bool:
+        """Whether it can have its frames now, without taking what an older demand waits for.
+
+        KV that the model itself is giving back is not free yet, but it can keep it, unless an older one waits for it.
+        """
+        placement = group.placements.get(demand.model)
+        kept = 0
+        if placement is not None:
+            if placement.phase is Phase.EVICTING:
+                return False  # its page-out has to end first
+            kept = max(0, min(placement.kv.reserved, demand.kv_frames) - placement.kv.granted)
+        ranks = zip(lacking, group.ledger.free(), self._unclaimed(group), strict=True)
+        return all(need - kept <= free and need <= max(0, unclaimed) for need, free, unclaimed in ranks)
 
     def _admit(self, group: Group, model: Model, demand: Demand) -> None:
         model.target = None
@@ -232,16 +243,12 @@ class Planner:
         return False
 
     def _memory(self, group: Group, model: Model, demand: Demand, lacking: Sequence[int]) -> Memory:
-        """The group's memory as this demand sees it. KV that is being given back counts as free."""
+        """The group's memory as this demand sees it."""
         placements = group.placements.values()
-        coming = sum(
-            max(0, p.kv.reserved - max(p.kv.granted, demand.kv_frames if p.model == demand.model else 0))
-            for p in placements
-        )
         others = [placement for placement in placements if placement.model != demand.model]
         idle = [p for p in others if p.can_page_out(self._state.now) and self._may_take(group, p, demand)]
         return Memory(
-            short=[need - free - coming for need, free in zip(lacking, self._free(group), strict=True)],
+            short=[need - unclaimed for need, unclaimed in zip(lacking, self._unclaimed(group), strict=True)],
             incoming=model.identities,
             counts=group.ledger.holders,
             leaving=[(self._holder(p), p.leaving.keep) for p in placements if p.leaving is not None],
@@ -285,7 +292,7 @@ class Planner:
                 continue
             for placement in group.placements.values():
                 kv = placement.kv
-                most = kv.reserved + min(self._free(group))
+                most = kv.reserved + min(group.ledger.free())
                 if kv.wanted > kv.granted and most > kv.granted:
                     self._state.grant(placement, min(kv.wanted, most))
 

@@ -33,6 +33,7 @@ class ModelView:
     resident: int
     kv_frames: int
     pinned: bool
+    home: str | None  # the group on which its pin holds
     waiting: int
     running: int
     last_finish: float | None  # on the clock of the events

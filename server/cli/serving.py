@@ -22,8 +22,8 @@ def serve(
     from server.config import load_config
     from server.daemon import run
 
-    overrides = {"store": store, "host": host, "port": port, "memory": memory, "ray_address": ray_address}
-    raise typer.Exit(run(load_config(config, **{k: v for k, v in overrides.items() if v is not None})))
+    configuration = load_config(config, store=store, host=host, port=port, memory=memory, ray_address=ray_address)
+    raise typer.Exit(run(configuration))
 
 
 def demo(

@@ -59,16 +59,17 @@ def smollm2(cache: Path | None = None) -> Path:
 
 
 def sibling(source: Path, target: Path, layers: range, scale: float) -> Path:
-    """A fine-tuned sibling, made without tuning: the MLP output of some layers is scaled, all else stays byte for byte.
+    """A fine-tuned sibling, made without tuning: all matrices of some layers are scaled, all else stays byte for byte.
 
-    Llama-shaped checkpoints only (one `model.safetensors`, `model.layers.N.mlp.down_proj.weight`).
+    For checkpoints of one `model.safetensors` whose tensors are named `model.layers.N.….NAME_proj.weight`.
     """
     from safetensors.torch import load_file, save_file
 
     target.mkdir(parents=True)
     tensors = load_file(source / "model.safetensors")
-    for layer in layers:
-        tensors[f"model.layers.{layer}.mlp.down_proj.weight"] *= scale
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") and int(name.split(".")[2]) in layers:
+            tensor *= scale
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     for file in source.iterdir():
         if file.suffix != ".safetensors":

@@ -51,11 +51,12 @@ class DaemonProcess:
 
     def _read(self, ready: threading.Event) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line.rstrip())
-            if not self.url and (found := re.search(r"serving at (http://\S+)", line)):
-                self.url = found[1]
-                ready.set()
+        with self.process.stdout as log:
+            for line in log:
+                self.output.append(line.rstrip())
+                if not self.url and (found := re.search(r"serving at (http://\S+)", line)):
+                    self.url = found[1]
+                    ready.set()
         ready.set()  # it ended: do not wait for the time-out
 
     def admin(self) -> list[dict[str, Any]]:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import ApiError, as_api_error
+from server.errors import as_api_error
 
 WRITE_TIMEOUT = 60.0
 """Seconds for a client to take what was sent; one that does not is taken for gone."""
@@ -21,21 +22,14 @@ WRITE_TIMEOUT = 60.0
 T = TypeVar("T")
 
 
-class ClientGone(ApiError):
-    """Nobody is there to read this."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "The client closed the connection.", "client_gone")
-
-
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Cancels it, and raises ClientGone, if the client goes first. The body has been read."""
+    """What `work` returns; once the body is read. Cancels it, and raises ClientDisconnect, if the client goes first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         await _cancel(task, gone)
@@ -72,7 +66,7 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await _send(send, _part(event))
-        except ClientGone:
+        except ClientDisconnect:
             raise
         except Exception as error:  # noqa: BLE001 – whatever it was, a stream that just ended would look complete
             await _send(send, _part(b"data: %b\n\n" % orjson.dumps(as_api_error(error).envelope())))
@@ -88,7 +82,7 @@ async def _send(send: Send, message: Message) -> None:
         async with asyncio.timeout(WRITE_TIMEOUT):
             await send(message)
     except TimeoutError:
-        raise ClientGone from None
+        raise ClientDisconnect from None
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""Trouble that users of such servers have met, made for real and gone well. The comments give the rule each test holds."""
+"""Trouble that users of such servers have met, made for real and gone well."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.batch import SequenceSlice, StepBatch
 from engine.kv_cache import PagedKvCache
-from engine.model import BoundModel
+from engine.model import BoundModel, PageGate
 from engine.plan import pack_plan
 from engine.support import MemoryShard
 from swapper.checkpoint import Checkpoint
@@ -27,11 +27,15 @@ def pack_image(checkpoint: Path, directory: Path, dtype: str | None = None) -> I
 
 
 def bind(image: Image, load: bool = True) -> tuple[BoundModel, MemoryShard]:
-    """A model over memory; the shard must outlive it."""
+    """A model over memory, and its weights."""
     shard = MemoryShard(image)
     if load:
         shard.load(shard.shard.nbytes)
     return BoundModel.bind(image, shard), shard
+
+
+def open_gate(nbytes: int) -> None:
+    """All pages are in."""
 
 
 class Sequences:
@@ -44,10 +48,14 @@ class Sequences:
         nbytes = blocks * KV_BLOCK_TOKENS * model.kv_bytes_per_token
         self._memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN: what was not written must not be read
         self.cache: PagedKvCache = model.kv_cache(Region(self._memory.data_ptr(), nbytes, "cpu"))
-        self._free = list(range(blocks))[::-2] + list(range(blocks))[-2::-2]  # in no simple order
+        self._free = [*range(0, blocks, 2), *range(1, blocks, 2)]  # so that a sequence's blocks are not neighbours
         self._blocks: list[list[int]] = [[] for _ in prompts]
 
-    def step(self, lengths: dict[int, int], gate=lambda nbytes: None) -> None:
+    def use(self, cache: PagedKvCache, free: list[int]) -> None:
+        """Keep keys and values elsewhere, in these blocks."""
+        self.cache, self._free = cache, free
+
+    def step(self, lengths: dict[int, int], gate: PageGate = open_gate) -> None:
         """One pass: so many new tokens of each of these sequences."""
         slices, tokens, positions = [], [], []
         for index, length in lengths.items():

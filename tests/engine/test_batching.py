@@ -285,6 +285,41 @@ def test_the_youngest_is_preempted_and_answers_all_the_same(pool: FramePool) -> 
     bench.close()
 
 
+def test_a_newcomer_leaves_a_block_to_each_sequence_that_runs(pool: FramePool) -> None:
+    """Else the next decode that needs one would preempt it, and its prompt would have run for nothing."""
+    bench = Bench(pool, granted=2)  # four blocks
+    bench.add(request("old", prompt(30), max_tokens=20))
+    bench.step()
+    bench.add(request("new", prompt(20, 1), max_tokens=2))  # its two blocks are there, but "old" is about to need one
+    assert lengths(bench.step()) == [1]
+    bench.run()
+    prompts_run = [part for batch in bench.model.batches for part in batch.slices if part.length > 1]
+    assert len(prompts_run) == 2, "a prompt ran twice"
+    bench.close()
+
+
+def test_age_and_not_the_time_of_admission_decides_who_goes(pool: FramePool) -> None:
+    bench = Bench(pool, granted=8)
+    filler = request("filler", prompt(120), max_tokens=30)  # takes blocks 0 to 7
+    old, young = request("old", prompt(30, 1), max_tokens=60), request("young", prompt(30, 2), max_tokens=60)
+    bench.add(filler)
+    bench.step()
+    bench.step()
+    bench.add(old)  # above the filler's blocks
+    bench.step()
+    bench.batcher.cancel("filler")
+    bench.add(young)  # in the filler's place
+    bench.step()
+    bench.batcher.grant(3, 1)  # "old" lies outside and is preempted; it comes back behind "young"
+    while len(lengths(bench.step())) < 2:
+        pass
+    bench.run()
+    assert list(bench.reports.finished) == ["filler", "old", "young"]
+    for one in (old, young):
+        assert bench.reports.answer(one.id) == continuation(one.prompt, 60)
+    bench.close()
+
+
 def test_more_frames_are_asked_for_once(pool: FramePool) -> None:
     bench = Bench(pool, granted=1)
     bench.add(request("a", prompt(14), max_tokens=4), request("b", prompt(40), max_tokens=4))

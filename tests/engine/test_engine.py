@@ -11,8 +11,8 @@ import pytest
 from engine.batch import StepBatch
 from engine.engine import Engine
 from engine.request import EngineReport, KvReleased, RequestFailed, Tokens
-from swapper.errors import WorkerError
-from swapper.frames import FramePool
+from swapper.errors import OutOfFrames, WorkerError
+from swapper.frames import Frame, FramePool
 from swapper.host_frames import HostFramePool
 from tests.engine.fakes import TIMEOUT, FakeModel, FakeShard, Reports, continuation, request
 
@@ -275,11 +275,24 @@ def test_kv_memory_follows_the_grant(engine: Engine, reports: Reports, pool: Fra
     assert pool.free == FRAMES
 
 
-def test_frames_that_others_hold_are_waited_for(engine: Engine, reports: Reports, pool: FramePool) -> None:
+def test_frames_that_others_hold_are_waited_for(
+    engine: Engine, reports: Reports, pool: FramePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = [pool.take() for _ in range(FRAMES)]
+    take = pool.take
+    tried = threading.Event()
+
+    def watched_take() -> Frame:
+        try:
+            return take()
+        except OutOfFrames:
+            tried.set()
+            raise
+
+    monkeypatch.setattr(pool, "take", watched_take)
     add(engine)
     engine.submit(request("a", [1]))
-    reports.wait_for_grant(0)
+    assert tried.wait(TIMEOUT)
     for frame in others:
         pool.release(frame)
     reports.wait_for("a")

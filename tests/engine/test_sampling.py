@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,12 @@ def test_penalties_change_a_greedy_choice() -> None:
     assert tokens(scores, [SamplingRow(params, 2, [1, 1], {1: 2})]) == [2]
 
 
+def test_presence_counts_once_however_often_a_token_came() -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.9]])
+    params = SamplingParams(temperature=0, presence_penalty=0.06)
+    assert tokens(scores, [SamplingRow(params, 2, [1, 1], {1: 2})]) == [1]
+
+
 def test_presence_and_frequency_count_the_answer_and_repetition_the_prompt_too() -> None:
     scores = torch.tensor([[1.0, 3.0, 2.9]])
     presence = SamplingParams(temperature=0, presence_penalty=1)
@@ -204,9 +211,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(vocabulary: int) -> None:
     """50,000 is beyond the size at which torch splits one reduction over threads."""
     scores = logits(len(MIXED), vocabulary)
     rows = [
-        SamplingRow(
-            SamplingParams(**{**as_dict(params), "seed": i, "logprobs": i % 4}), 10 + i, [1, 2, i], {2: 1, i: 3}
-        )
+        SamplingRow(replace(params, seed=i, logprobs=i % 4), 10 + i, [1, 2, i], {2: 1, i: 3})
         for i, params in enumerate(MIXED)
     ]
     together = sample(scores.clone(), rows)
@@ -215,10 +220,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(vocabulary: int) -> None:
     assert together == backwards[::-1]
     twice = sample(torch.cat([scores, scores]), rows + rows)
     assert together + together == twice
-
-
-def as_dict(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in params.__slots__}
 
 
 # ---- log-probabilities

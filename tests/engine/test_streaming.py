@@ -164,10 +164,14 @@ def test_a_page_in_that_fails_under_a_running_pass_harms_nobody(stage: Stage, wa
     reports = stage.parts.reports
     first_layer = stage.after("model.layers.0")
     stage.parts.engine.submit(request("c", PROMPT, LENGTH, "cold"))
-    stage.finish(stage.pages_for("model.layers.0"))
+    reads = [stage.reader.next() for _ in range(stage.cold.pages)]
+    needed = stage.pages_for("model.layers.0")
+    for read in reads[:needed]:
+        read.finish()
     assert first_layer.wait(TIMEOUT)
-    stage.reader.next().fail()
-    stage.finish(stage.reader.pending.qsize())  # what else was in flight when the page-in failed
+    reads[needed].fail()
+    for read in reads[needed + 1 :]:
+        read.finish()
     assert isinstance(stage.outcome.get(), ReadError)
     stage.parts.engine.abort("cold", TIMEOUT)
     assert stage.parts.pool.free == stage.cold.pages

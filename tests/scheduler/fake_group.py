@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from engine.request import FinishReason, KvReleased, RequestFailed, Started, Tokens
 from scheduler.interface import GroupCommand
@@ -72,7 +72,7 @@ class FakeGroup:
 
     @property
     def workers(self) -> Sequence[WorkerStatus]:
-        state = "up" if self.is_up else "down"
+        state: Literal["up", "down"] = "up" if self.is_up else "down"
         return [WorkerStatus(self.name, 0, state, 1, 0, "cpu", "pread", None, None)]
 
     # ---- what a test lets happen

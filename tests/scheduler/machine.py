@@ -26,6 +26,9 @@ Shards = tuple[tuple[int, ...], ...]
 NEVER = 1e9
 """Seconds until a deadline that no test should see."""
 
+MOST_OUT_FAILURES = 3
+"""Page-outs of a model that fail in a row: fewer than make the core give up."""
+
 CONFIG = CoreConfig(
     page_bytes=1,
     max_queue=6,
@@ -64,6 +67,10 @@ class Slot:
     grants: deque[act.GrantKv] = field(default_factory=deque)
     sequences: dict[str, bool] = field(default_factory=dict)  # requests, in order
 
+    @property
+    def can_fill_kv(self) -> bool:
+        return self.ready > 0 and bool(self.sequences) and self.kv_held < self.kv_limit
+
 
 class SimulatedGroup:
     def __init__(
@@ -83,11 +90,18 @@ class SimulatedGroup:
     def slot(self, model: str) -> Slot:
         return self.slots.setdefault(model, Slot())
 
+    @property
+    def used(self) -> int:
+        """Frames that are really taken, on the fullest rank."""
+        kv = sum(slot.kv_held for slot in self.slots.values())
+        pages = [
+            {page for name, slot in self.slots.items() for page in self._shards[name][rank][: slot.mapped]}
+            for rank in range(self.ranks if self.slots else 0)
+        ]
+        return kv + max(map(len, pages), default=0)
+
     def check_frames(self) -> None:
-        for rank in range(self.ranks):
-            pages = {page for name, slot in self.slots.items() for page in self._shards[name][rank][: slot.mapped]}
-            used = len(pages) + sum(slot.kv_held for slot in self.slots.values())
-            assert used <= self.frames, f"group {self.name} would need {used} frames on rank {rank}, of {self.frames}"
+        assert self.used <= self.frames, f"group {self.name} would need {self.used} frames, of {self.frames}"
 
     # ---- commands
 
@@ -175,6 +189,11 @@ class SimulatedGroup:
         wanted = slot.kv_limit + 1
         self._report(lambda at: ev.KvWanted(at, self.name, model, wanted))
 
+    def fill_all_kv(self) -> None:
+        for name, slot in self.slots.items():
+            if slot.can_fill_kv:
+                self.fill_kv(name)
+
     def finish(self, model: str, request: str) -> None:
         slot = self.slots[model]
         del slot.sequences[request]
@@ -197,7 +216,7 @@ class SimulatedGroup:
                 possible.append(lambda n=name: self.tail_out(n))
             if slot.grants:
                 possible.append(lambda n=name: self.grant_done(n))
-            if slot.ready and slot.sequences and slot.kv_held < slot.kv_limit:
+            if slot.can_fill_kv:
                 possible.append(lambda n=name: self.fill_kv(n))
             possible += [lambda n=name, r=request: self.finish(n, r) for request in self.can_finish(name)]
         return possible
@@ -207,7 +226,7 @@ class SimulatedGroup:
         for name, slot in self.slots.items():
             if slot.reading:
                 possible.append(lambda n=name: self.extent_failed(n))
-            if slot.leaving is not None and slot.out_failures < 3:
+            if slot.leaving is not None and slot.out_failures < MOST_OUT_FAILURES:
                 possible.append(lambda n=name: self.tail_stays(n))
         return possible
 
@@ -229,6 +248,7 @@ class World:
         self.wake_at: float | None = None
         self.shards: dict[str, Shards] = dict(shards)
         self.models: dict[str, str] = {}  # of every request there ever was
+        self.kv_frames: dict[str, int] = {}
         self.groups = {
             name: SimulatedGroup(name, ranks, frames, self.shards, self.models)
             for name, (ranks, frames) in groups.items()
@@ -238,6 +258,8 @@ class World:
         self.jobs: dict[str, tuple[str, str]] = {}  # job → kind, model
         self.impatient: set[str] = set()  # requests with a deadline near enough to be missed
         self.pinned: set[str] = set()
+        self.removed: set[str] = set()
+        self.retry_at: dict[str, float] = {}  # models whose load failed
         self.busy_at: dict[str, str] = {}  # request → group
         self.stale: list[ev.Event] = []  # reports of groups that died
         self.is_sound = True  # no check has failed
@@ -263,10 +285,18 @@ class World:
         request = self.new_id("r")
         self.live[request] = model
         self.models[request] = model
+        self.kv_frames[request] = kv_frames
         if patience < NEVER:
             self.impatient.add(request)
         self.send(ev.Arrived(self.now, request, model, kv_frames, self.now + patience))
+        if self.core.request(request) == "waiting":
+            assert self.waiting(model) <= CONFIG.max_queue, f"the queue of {model} is longer than allowed"
+            assert sum(self.waiting(name) for name in self.shards) <= CONFIG.max_queue_total
         return request
+
+    def waiting(self, model: str) -> int:
+        view = self.core.model(model)
+        return view.waiting if view is not None else 0
 
     def job(self, kind: str, model: str) -> str:
         job = self.new_id("j")
@@ -277,7 +307,13 @@ class World:
 
     def remove(self, model: str) -> None:
         self.pinned.discard(model)
+        self.removed.add(model)
         self.send(ev.ModelRemoved(self.now, model))
+
+    def add(self, model: str) -> None:
+        self.removed.discard(model)
+        self.retry_at.pop(model, None)
+        self.send(ev.ModelAdded(self.now, ev.ModelSpec(model, self.shards[model])))
 
     def cancel(self, request: str) -> None:
         was_waiting = self.core.request(request) == "waiting"
@@ -320,16 +356,23 @@ class World:
             case act.Serve(request=request, group=name):
                 assert request in self.live, f"{request} is served after its last word"
                 assert request not in self.busy_at, f"{request} is served twice"
+                self._check_order(request)
                 self.busy_at[request] = name
                 self._post(name, action)
             case act.Cancel(request=request, group=name):
                 self._post(name, action)
-            case act.PageIn(group=name) | act.GrantKv(group=name):
+            case act.PageIn(group=name, model=model):
+                assert self.now >= self.retry_at.get(model, 0.0), f"{model} is tried again before its pause is over"
+                self._post(name, action)
+            case act.GrantKv(group=name):
                 self._post(name, action)
             case act.PageOut(group=name, model=model):
                 ranks = len(self.shards[model])
                 homes = [group for group in self.known_groups if self.groups[group].ranks == ranks]
                 assert model not in self.pinned or len(homes) > 1, f"{model} is pinned and paged out"
+                view = self.core.model(model)
+                assert view is not None, f"{model} is gone and paged out"
+                assert view.home != name, f"{model} is pinned on {name} and paged out there"
                 self._post(name, action)
             case act.Reject(id=ident) | act.Fail(id=ident):
                 self._last_word(ident, action)
@@ -340,6 +383,14 @@ class World:
             case act.WakeAt(at=at):
                 self.wake_at = at if self.wake_at is None else min(at, self.wake_at)
 
+    def _check_order(self, request: str) -> None:
+        """Equal requests are served in the order of their arrival."""
+        for older, model in self.live.items():
+            if older == request:
+                return
+            overtaken = model == self.live[request] and self.kv_frames[older] == self.kv_frames[request]
+            assert not overtaken or older in self.busy_at, f"{request} overtakes {older}"
+
     def _post(self, name: str, action: act.Action) -> None:
         group = self.groups[name]
         assert group.up, f"{action} is sent to a group that is down"
@@ -347,11 +398,21 @@ class World:
 
     def _last_word(self, ident: str, action: act.Reject | act.Fail) -> None:
         assert (ident in self.live) != (ident in self.jobs), f"{ident} has two last words, the second {action}"
+        if action.reason == "load_failed" and action.retry_after is not None:
+            self._check_pause(self.live.get(ident) or self.jobs[ident][1], action)
         if action.reason == "timeout":
             assert ident in self.impatient, f"{ident} was forgotten until its deadline"
         self.live.pop(ident, None)
         self.jobs.pop(ident, None)
         self.busy_at.pop(ident, None)
+
+    def _check_pause(self, model: str, action: act.Reject | act.Fail) -> None:
+        assert action.retry_after is not None
+        retry_at = self.now + action.retry_after
+        assert retry_at <= self.now + CONFIG.load_backoff_max, f"{model} is given up for ever: {action}"
+        if isinstance(action, act.Reject):
+            assert retry_at <= self.retry_at[model] + 1e-6, f"the pause of {model} grows by itself: {action}"
+        self.retry_at[model] = retry_at
 
     def _note_pin(self, kind: str, model: str) -> None:
         if kind == "pin":
@@ -365,6 +426,57 @@ class World:
             assert state is not None, f"{request} has vanished without a word"
             assert (state == "running") == (request in self.busy_at), f"{request} is {state}"
         assert self.core.unfinished == len(self.live) + len(self.jobs)
+        for view in self.core.groups():
+            used = self.groups[view.name].used
+            assert used <= view.frames - view.free, f"{view.name} uses {used} frames and is thought to have {view.free}"
+
+    # ---- episodes: what chance alone seldom brings together
+
+    def obey_all(self) -> None:
+        for group in self.groups.values():
+            while group.mailbox:
+                group.obey()
+
+    def deliver_all(self) -> None:
+        for group in self.groups.values():
+            while group.outbox:
+                self.deliver(group.name)
+
+    def fail_load(self, model: str) -> None:
+        """The model's page-in fails, if one is under way, and it is asked for again before anybody has calmed down."""
+        self.obey_all()
+        for group in self.groups.values():
+            if model in group.slots and group.slots[model].reading:
+                group.extent_failed(model)
+                self.deliver_all()
+                self.arrive(model)
+
+    def fail_evict(self, model: str) -> None:
+        """The model's page-out fails, if one is under way."""
+        self.obey_all()
+        for group in self.groups.values():
+            slot = group.slots.get(model)
+            if slot is not None and slot.leaving is not None and slot.out_failures < MOST_OUT_FAILURES:
+                group.tail_stays(model)
+        self.deliver_all()
+
+    def restart(self, name: str) -> None:
+        """The group dies with reports on their way, comes up, is asked for the same models, and then they arrive."""
+        group = self.groups[name]
+        self.obey_all()
+        for work in group.work():
+            work()
+        models = list(group.slots)
+        self.die(name)
+        self.come_up(name)
+        for model in models:
+            self.arrive(model)
+        for report in self.stale.copy():
+            if isinstance(report, ev.PagedOut):
+                self.settle()
+                self.job("evict", report.model)
+        while self.stale:
+            self.send(self.stale.pop())
 
     # ---- to the end
 
@@ -388,14 +500,33 @@ class World:
                 moved = True
         return moved
 
-    def finish_everything(self) -> None:
-        """Nothing new comes, every group is up, everything is answered: then every request and job must end."""
+    def all_come_up(self) -> None:
         for name, group in self.groups.items():
             if not group.up:
                 self.come_up(name)
+
+    def press(self, rounds: int = 200) -> None:
+        """Whoever waits longest must get its turn, though every other model is asked for without end."""
+        self.all_come_up()
+        oldest = next((request for request in self.live if self.core.request(request) == "waiting"), "none")
+        for _ in range(rounds):
+            if self.core.request(oldest) != "waiting":
+                return
+            for model in self.shards:
+                if model != self.models[oldest] and not self.waiting(model):
+                    self.arrive(model)
+            self.turn()
+            for group in self.groups.values():
+                group.fill_all_kv()
+            self.advance(1.0)
+        raise AssertionError(f"{oldest} starves")
+
+    def finish_everything(self) -> None:
+        """Nothing new comes, every group is up, everything is answered: then every request and job must end."""
+        self.all_come_up()
         for _ in range(200):
             self.settle()
-            if not self.live and not self.jobs:
+            if not self.live and not self.jobs and not any(self.core.model(name) for name in self.removed):
                 return
             assert self.wake_at is not None, f"{self.live or self.jobs} wait, and nothing will happen"
             assert self.wake_at < NEVER, f"{self.live or self.jobs} wait for ever"
@@ -416,8 +547,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.world = World(type(self).core_class(CONFIG))
-        for name, shards in MODELS.items():
-            self.world.send(ev.ModelAdded(0.0, ev.ModelSpec(name, shards)))
+        for name in MODELS:
+            self.world.add(name)
         self.world.come_up("solo")
         self.world.come_up("duo")
 
@@ -444,7 +575,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(model=names)
     def model_goes_or_comes(self, model: str) -> None:
         if self.world.core.model(model) is None:
-            self.world.send(ev.ModelAdded(self.world.now, ev.ModelSpec(model, MODELS[model])))
+            self.world.add(model)
         else:
             self.world.remove(model)
 
@@ -479,6 +610,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stale_report_comes(self) -> None:
         self.world.send(self.world.stale.pop())
 
+    @rule(model=names)
+    def load_fails(self, model: str) -> None:
+        self.world.arrive(model)
+        self.world.fail_load(model)
+
+    @rule(model=names, evict=st.booleans())
+    def page_out_fails(self, model: str, evict: bool) -> None:
+        if evict:
+            self.world.job("load", model)
+            self.world.settle()
+            self.world.job("evict", model)
+        self.world.fail_evict(model)
+
+    @rule(group=st.sampled_from(sorted(GROUPS)))
+    def group_restarts(self, group: str) -> None:
+        if self.world.groups[group].up:
+            self.world.restart(group)
+
     @rule(group=st.sampled_from(sorted(GROUPS)))
     def group_dies_or_comes_up(self, group: str) -> None:
         if self.world.groups[group].up:
@@ -493,6 +642,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def everything_settles(self) -> None:
         self.world.settle()
+
+    @precondition(lambda self: any(self.world.waiting(model) for model in MODELS))
+    @rule()
+    def others_never_stop(self) -> None:
+        self.world.press()
 
     def teardown(self) -> None:
         if hasattr(self, "world") and self.world.is_sound:

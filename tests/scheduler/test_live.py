@@ -99,6 +99,19 @@ async def test_a_model_may_be_added_again_after_its_removal() -> None:
         assert here.status("a").state == "resident"
 
 
+@virtual_time
+async def test_a_model_that_is_served_or_on_its_way_out_cannot_be_added_over() -> None:
+    async with house(A) as here:
+        running = here.ask("a")
+        await here.work()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="has to be gone"):
+                here.scheduler.add_model(A)
+            here.scheduler.remove_model("a")
+            await here.work()
+        await here.finish(running, 1)
+
+
 # ---- requests
 
 
@@ -126,7 +139,9 @@ async def test_the_wait_of_a_request_is_told_from_arrival_to_first_pass() -> Non
         await here.work()
         here.group.started("r")
         await settle()
-        assert here.diary.starts == [("a", pytest.approx(2.0))]
+        ((model, waited),) = here.diary.starts
+        assert model == "a"
+        assert waited == pytest.approx(2.0)
 
 
 @virtual_time
@@ -185,6 +200,7 @@ async def test_a_waiting_request_that_is_cancelled_is_gone_at_once() -> None:
         assert client.error is None
         assert client.is_done
         await here.finish(busy, 1)
+        await asyncio.wait_for(here.scheduler.drain(60), 1)
 
 
 @virtual_time
@@ -307,6 +323,7 @@ async def test_a_job_whose_asker_went_away_goes_on() -> None:
         await here.work()
         assert asker.cancelled()
         assert here.status("a").state == "resident"
+        assert here.scheduler.is_live()
 
 
 @virtual_time
@@ -323,6 +340,25 @@ async def test_a_load_that_fails_is_refused_with_the_reason() -> None:
 
 
 # ---- status
+
+
+@virtual_time
+async def test_a_load_that_was_given_up_and_goes_on_later_is_timed_from_then_on() -> None:
+    async with house(served("a", 6)) as here:
+        client = here.ask("a")
+        await settle()
+        client.answer.cancel()
+        await settle()
+        here.group.cancel()
+        await here.work()
+        resident = here.status("a").resident_pages
+        assert 0 < resident < 6
+        assert here.diary.loads == []
+        await pass_time(3600)
+        await here.answered("a")
+        (load,) = here.diary.loads
+        assert load.pages == 6 - resident
+        assert load.seconds < 1
 
 
 @virtual_time

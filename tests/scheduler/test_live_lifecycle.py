@@ -7,14 +7,14 @@ import logging
 
 import pytest
 
-from scheduler.core.core import SchedulerCore
+from scheduler.core.core import CoreConfig, SchedulerCore
 from scheduler.core.invariants import check
 from scheduler.live import HEARTBEAT, STALLED_AFTER
 from swapper.errors import Refused, WorkerError
-from tests.scheduler.fake_group import FakeGroup
-from tests.scheduler.house import house, served
+from tests.scheduler.fake_group import PAGE_BYTES, FakeGroup
+from tests.scheduler.house import House, house, served
 from tests.scheduler.virtual_time import pass_time, settle, virtual_time
-from worker.protocol import Cancel
+from worker.protocol import Cancel, PageIn
 
 A, B = served("a", 4), served("b", 4)
 
@@ -27,12 +27,14 @@ async def test_it_is_live_once_a_group_is_up() -> None:
     group = FakeGroup()
     async with house(A, groups=[group]) as here:
         assert here.scheduler.is_live()
+        assert here.diary.restarts == []
         group.die()
         await settle()
         assert not here.scheduler.is_live()
         group.come_up()
         await settle()
         assert here.scheduler.is_live()
+        assert here.diary.restarts == ["g0"]
 
 
 @virtual_time
@@ -43,6 +45,21 @@ async def test_workers_that_cannot_start_stop_the_others_and_are_named() -> None
             pass
     assert sound.stopped
     assert broken.stopped
+
+
+@virtual_time
+async def test_what_is_asked_for_before_the_start_is_done_after_it() -> None:
+    here = House([FakeGroup()], CoreConfig(page_bytes=PAGE_BYTES))
+    here.scheduler.add_model(A)
+    client = here.ask("a")
+    await settle()
+    assert here.status("a").state == "absent"
+    assert not here.scheduler.is_live()
+    await here.scheduler.start()
+    await here.work()
+    await here.finish(client, 1)
+    assert client.tokens == [1]
+    await here.scheduler.stop()
 
 
 @virtual_time
@@ -80,6 +97,18 @@ async def test_a_drain_admits_nothing_and_returns_when_all_that_was_admitted_has
         await here.finish(client, 1)
         assert draining.done()
         assert client.tokens == [1]
+
+
+@virtual_time
+async def test_a_drain_waits_for_jobs_too() -> None:
+    async with house(A) as here:
+        load = asyncio.create_task(here.scheduler.load("a"))
+        draining = asyncio.create_task(here.scheduler.drain(60))
+        await settle()
+        assert not draining.done()
+        await here.work()
+        assert draining.done()
+        await asyncio.wait_for(load, 1)
 
 
 @virtual_time
@@ -131,12 +160,16 @@ async def test_a_stop_leaves_nobody_waiting() -> None:
 async def test_reports_after_the_stop_are_ignored() -> None:
     async with house(A) as here:
         client = here.ask("a", "r")
-        await here.work()
-        await here.scheduler.stop()
-        here.group.tokens("r", 0, 1, finish="stop")
-        here.group.report()
         await settle()
+        await here.scheduler.stop()
+        waiting = len(here.scheduler._inbox._events)
+        while here.group.waiting(PageIn):
+            here.group.page_in()
+        here.group.tokens("r", 0, 1, finish="stop")
+        await pass_time(60)
         assert client.tokens == []
+        assert here.diary.loads == []
+        assert len(here.scheduler._inbox._events) == waiting, "nobody would ever take them"
 
 
 # ---- a defect
@@ -176,5 +209,7 @@ async def test_a_defect_in_the_core_refuses_everybody_and_turns_readiness_off(
         assert late.error.reason == "engine_failed"
         with pytest.raises(Refused, match="defect"):
             await here.scheduler.pin("a")
+        waiting = len(here.scheduler._inbox._events)
         await pass_time(60)
         assert not here.scheduler.is_live()
+        assert len(here.scheduler._inbox._events) == waiting, "nobody would ever take them"

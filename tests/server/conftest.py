@@ -36,9 +36,10 @@ def publish(store: Store, name: str, tokenizer: Path, tp: int = 1, files: dict[s
                 shutil.copy(file, path)
         for file_name, text in (files or {}).items():
             (path / file_name).write_text(text)
-        (path / "rank-0.safetensors").write_bytes(bytes(8192))
-        shard = Shard(0, "rank-0.safetensors", 4096, 4096, ("ab",), (), ())
-        manifest = Manifest(1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, 1, CONTEXT, 1024, (shard,))
+        shards = tuple(Shard(rank, f"rank-{rank}.safetensors", 4096, 4096, ("ab",), (), ()) for rank in range(tp))
+        for shard in shards:
+            (path / shard.file).write_bytes(bytes(8192))
+        manifest = Manifest(1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, 1, CONTEXT, 1024, shards)
         (path / MANIFEST).write_text(manifest.to_json())
 
 

@@ -15,14 +15,19 @@ from worker.protocol import Heartbeat
 WAIT = object()
 """A step of a script: nothing more comes until the answer is cancelled."""
 
-Step = Sequence[int] | FinishReason | Refused | object
+Step = Sequence[int] | FinishReason | Refused | asyncio.Event | object
 
 TIMEOUT = 20.0
 
 
 class FakeAnswer:
     def __init__(self, scheduler: FakeScheduler, request: GenerationRequest, script: Sequence[Step]) -> None:
-        self._scheduler = scheduler
+        # Of this test: an answer may outlive it by a moment.
+        self._waiting, self._cancelled, self._cancellation = (
+            scheduler.waiting,
+            scheduler.cancelled,
+            scheduler.cancellation,
+        )
         self._request = request
         self._script = script
         self._ended = asyncio.Event()
@@ -32,9 +37,12 @@ class FakeAnswer:
         for step in self._script:
             await asyncio.sleep(0)
             if step is WAIT:
-                self._scheduler.waiting.set()
+                self._waiting.set()
                 await self._ended.wait()
                 return
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
             if isinstance(step, Refused):
                 raise step
             tokens, finish = ((), step) if isinstance(step, str) else (tuple(step), None)  # type: ignore[arg-type]
@@ -50,8 +58,8 @@ class FakeAnswer:
     def cancel(self) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            self._scheduler.cancelled.append(self._request.id)
-            self._scheduler.cancellation.set()
+            self._cancelled.append(self._request.id)
+            self._cancellation.set()
 
 
 class FakeScheduler:

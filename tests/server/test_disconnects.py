@@ -22,7 +22,8 @@ BODIES = {
 def test_while_an_answer_streams(http: httpx.Client, scheduler: FakeScheduler, tokenizer: Tokenizer, path: str) -> None:
     scheduler.script = [tokenizer.encode("One").ids, WAIT]
     with http.stream("POST", path, json=BODIES[path] | {"stream": True}) as answer:
-        assert "One" in next(answer.iter_text())
+        reading = answer.iter_text()
+        assert "One" in next(reading)
         assert scheduler.waiting.wait(TIMEOUT)
     assert scheduler.cancellation.wait(TIMEOUT)
 
@@ -54,8 +55,10 @@ def test_others_go_on(server: ServerThread, tokenizer: Tokenizer) -> None:
     with server.client() as leaver, server.client() as stayer:
         body = BODIES["/v1/chat/completions"] | {"stream": True}
         with stayer.stream("POST", "/v1/chat/completions", json=body) as stays:
-            next(stays.iter_text())
+            staying = stays.iter_text()  # held: a reader that is let go of closes the connection
+            next(staying)
             with leaver.stream("POST", "/v1/chat/completions", json=body) as leaves:
-                next(leaves.iter_text())
+                leaving = leaves.iter_text()
+                next(leaving)
             assert server.scheduler.cancellation.wait(TIMEOUT)
             assert server.scheduler.cancelled == [server.scheduler.submitted[1].id]

@@ -131,7 +131,7 @@ def test_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) -> None:
     [
         ("", "prompt"),
         ([], "prompt"),
-        ([-1], "prompt[0][0]"),
+        ([-1], "prompt[0]"),
         ([10**6], "prompt"),
         (["a", ""], "prompt[1]"),
         (5, "prompt"),
@@ -282,9 +282,9 @@ def test_limits_of_the_house(tmp_path: Path, smollm2: Path) -> None:
     ):
         publish(server.store, "smol", smollm2)
         assert (
-            error_of(http.post(TEXT, json={"model": "smol", "prompt": "x" * 4096}), 413)["code"] == "request_too_large"
+            error_of(http.post(TEXT, json={"model": "smol", "prompt": "x" * 3000}), 413)["code"] == "request_too_large"
         )
-        server.scheduler.script = [[5], WAIT]
+        server.scheduler.script = [[500], WAIT]
         with http.stream("POST", CHAT, json=chat(stream=True)):
             assert server.scheduler.waiting.wait(20)
             answer = http.post(CHAT, json=chat())

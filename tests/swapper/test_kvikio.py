@@ -28,7 +28,7 @@ from swapper.kvikio_reader import KvikioReader
 from swapper.pager import Pager
 from tests.swapper.paging import *
 path = Path(sys.argv[1])
-reader = KvikioReader("cpu", threads=2, waiters=2)
+reader = KvikioReader(threads=2, device="cpu", waiters=2)
 """
 
 PAGE_IN = """
@@ -70,7 +70,7 @@ NO_DRIVER = """
 from swapper.errors import ConfigError
 from swapper.kvikio_reader import KvikioReader
 try:
-    KvikioReader("cpu")
+    KvikioReader()
 except ConfigError as error:
     print(error)
 """

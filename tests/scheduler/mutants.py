@@ -1,0 +1,271 @@
+"""Planted faults: small changes of the core's source, each of which `SchedulerMachine` must notice.
+
+A fault is written as the text that it replaces. `core_with` loads the core anew with that text changed, beside
+the real one, so that nothing else sees it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    module: str
+    old: str
+    new: str
+
+
+_SHARED = tuple(f"scheduler.core.{name}" for name in ("events", "actions", "config", "transitions"))
+"""Modules that the mutated core has in common with the tests: the words that both speak."""
+
+NO_CHANGE = Mutant(
+    "nothing is changed", "scheduler.core.kv", "return self._grants[-1].frames", "return self._grants[-1].frames"
+)
+"""The control: loaded like a mutant, it must pass."""
+
+
+MUTANTS = [
+    Mutant(
+        "frames are free as soon as a page-out is asked for",
+        "scheduler.core.state",
+        "        self.actions.append(PageOut(",
+        "        self.release(self.groups[placement.group], placement, keep)\n        self.actions.append(PageOut(",
+    ),
+    Mutant(
+        "KV frames are free as soon as a grant is lowered",
+        "scheduler.core.kv",
+        "return max(self._ceiling, max(grant.frames for grant in self._grants))",
+        "return self.granted",
+    ),
+    Mutant(
+        "a page-in's epoch is not looked at",
+        "scheduler.core.placement",
+        "return any(extent.epoch == epoch for extent in self.extents)",
+        "return bool(self.extents)",
+    ),
+    Mutant(
+        "a page-out's epoch is not looked at",
+        "scheduler.core.completions",
+        "leaving.epoch != event.epoch:\n        return\n    placement.follow(Signal.TAIL_OUT",
+        "leaving.epoch < 0:\n        return\n    placement.follow(Signal.TAIL_OUT",
+    ),
+    Mutant(
+        "pinned models are victims",
+        "scheduler.core.planner",
+        "if self._state.models[placement.model].home == group.name:",
+        "if not self._state.models:",
+    ),
+    Mutant(
+        "a model is paged out under running requests",
+        "scheduler.core.placement",
+        "return settled and not self.running and",
+        "return settled and",
+    ),
+    Mutant(
+        "a model is paged out during its page-in",
+        "scheduler.core.placement",
+        "(Phase.PARTIAL, Phase.RESIDENT)",
+        "(Phase.LOADING, Phase.PARTIAL, Phase.RESIDENT)",
+    ),
+    Mutant(
+        "a shared page is free when one of its holders gives it up",
+        "scheduler.core.ledger",
+        "held[page] -= 1\n                if not held[page]:\n                    del held[page]",
+        "held.pop(page, None)",
+    ),
+    Mutant(
+        "shared pages are counted once a model",
+        "scheduler.core.ledger",
+        "for page in shard if page not in held",
+        "for page in shard",
+    ),
+    Mutant(
+        "no frames are reserved for KV",
+        "scheduler.core.state",
+        "self.groups[placement.group].ledger.set_kv(placement.model, placement.kv.reserved)",
+        "self.groups[placement.group].ledger.set_kv(placement.model, 0)",
+    ),
+    Mutant(
+        "the grant does not cover the largest request",
+        "scheduler.core.planner",
+        "if demand.kv_frames > placement.kv.granted:",
+        "if demand.kv_frames and not placement.kv.granted:",
+    ),
+    Mutant(
+        "a failed request is not forgotten",
+        "scheduler.core.state",
+        "        self.forget(request)\n        self.actions.append(Fail(",
+        "        self.actions.append(Fail(",
+    ),
+    Mutant(
+        "a cancelled request stays in its queue",
+        "scheduler.core.admission",
+        "    if request.group is None:\n        state.forget(request)",
+        "    if request.group is None:\n        pass",
+    ),
+    Mutant(
+        "requests of a lost group are forgotten",
+        "scheduler.core.completions",
+        "                state.enqueue(request)",
+        "                state.requests.pop(request.id)",
+    ),
+    Mutant(
+        "a request that waits again goes to the end of its queue",
+        "scheduler.core.state",
+        "        request.group = None\n        insort(",
+        "        request.number = self.next_number() if request.group else request.number\n"
+        "        request.group = None\n        insort(",
+    ),
+    Mutant(
+        "the pause after a failed load never ends",
+        "scheduler.core.completions",
+        "model.retry_at = state.now + pause",
+        "model.retry_at = float('inf')",
+    ),
+    Mutant(
+        "there is no pause after a failed load",
+        "scheduler.core.completions",
+        "model.retry_at = state.now + pause",
+        "model.retry_at = 0.0",
+    ),
+    Mutant(
+        "whoever waits for a failed load is told nothing",
+        "scheduler.core.completions",
+        "placement.running), *model.waiting]:",
+        "placement.running)]:",
+    ),
+    Mutant(
+        "queues have no bound",
+        "scheduler.core.admission",
+        "if len(model.waiting) >= state.config.max_queue or",
+        "if",
+    ),
+    Mutant(
+        "a third extent is asked for",
+        "scheduler.core.placement",
+        "EXTENTS_AHEAD = 2",
+        "EXTENTS_AHEAD = 3",
+    ),
+    Mutant(
+        "a page-in stops under a running request",
+        "scheduler.core.planner",
+        "        if placement.running:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "a model runs on two groups",
+        "scheduler.core.planner",
+        "busy = self._state.busy(demand.model)",
+        "busy = None",
+    ),
+    Mutant(
+        "what an older demand waits for is given away",
+        "scheduler.core.planner",
+        "for claimed, need in zip(claims, lacking, strict=True)]",
+        "for claimed, need in zip(claims, [0] * group.ranks, strict=True)]",
+    ),
+    Mutant(
+        "the wait bound is forgotten",
+        "scheduler.core.planner",
+        "        if self._state.now >= at:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "an overdue demand does not hold busy models back",
+        "scheduler.core.planner",
+        "self._held_back |= {(group.name, name) for name in policy.who_must_drain(memory)}",
+        "pass",
+    ),
+    Mutant(
+        "KV granted beyond need is never taken back",
+        "scheduler.core.planner",
+        "            self._take_back(surplus, room.short)\n",
+        "",
+    ),
+    Mutant(
+        "a load is never done",
+        "scheduler.core.planner",
+        'if is_all_in if job.kind == "load" else is_gone:',
+        'if job.kind == "evict" and is_gone:',
+    ),
+    Mutant(
+        "a removed model keeps its pages",
+        "scheduler.core.planner",
+        "if model.is_leaving and placement.can_page_out",
+        "if model.jobs and model.is_leaving and placement.can_page_out",
+    ),
+    Mutant(
+        "a pin is accepted whether it fits or not",
+        "scheduler.core.fitting",
+        "groups = [group for group in matching_groups(state, model) if can_hold(state, group, model, MINIMAL_KV)]",
+        "groups = matching_groups(state, model)",
+    ),
+    Mutant(
+        "nobody is woken for a page-out that is to be tried again",
+        "scheduler.core.planner",
+        "self._wakes.append(placement.out_retry_at)",
+        "pass",
+    ),
+]
+
+
+class _Changed(SourceFileLoader):
+    """Loads a module from its source with one piece of text changed. Never from or to a cache."""
+
+    mutant: Mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path).decode()
+        if fullname == self.mutant.module:
+            count = source.count(self.mutant.old)
+            assert count == 1, f"the text that {self.mutant.name!r} changes occurs {count} times in {self.path}"
+            source = source.replace(self.mutant.old, self.mutant.new)
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(PathFinder):
+    mutant: Mutant
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, path, target)  # type: ignore[arg-type]
+        if not _is_core(fullname) or spec is None or spec.origin is None:
+            return None
+        spec.loader = _Changed(fullname, spec.origin)
+        spec.loader.mutant = cls.mutant
+        return spec
+
+
+def _is_core(name: str) -> bool:
+    return name.startswith(("scheduler.core", "scheduler.policy")) and name not in _SHARED
+
+
+@contextmanager
+def core_with(mutant: Mutant) -> Iterator[Callable[[CoreConfig], SchedulerCore]]:
+    """The core's class, loaded with the mutant's change."""
+    real = {name: module for name, module in sys.modules.items() if _is_core(name)}
+    package = sys.modules["scheduler"]
+    finder = type("Finder", (_Finder,), {"mutant": mutant})
+    for name in real:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    try:
+        yield importlib.import_module("scheduler.core.core").SchedulerCore
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if _is_core(name)]:
+            del sys.modules[name]
+        sys.modules.update(real)
+        for name in ("core", "policy"):
+            setattr(package, name, real[f"scheduler.{name}"])

@@ -1,0 +1,244 @@
+"""A group notices what is wrong with its workers, says so once, and restarts them; on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from engine.request import KvReleased, Started
+from swapper.errors import WorkerError
+from tests.scheduler.virtual_time import pass_time, settle, virtual_time
+from tests.worker.fake_worker import FakeWorker
+from worker.group import WorkerGroup
+from worker.protocol import GroupLost, GroupUp, PageInFailed, Report, WorkerSpec
+
+HEARTBEAT = 5.0
+STALL = 60.0
+
+
+class House:
+    """A group of fake workers, every worker it ever had, and everything it ever said."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.workers: list[FakeWorker] = []
+        self.heard: list[Report | GroupUp | GroupLost] = []
+        self.start_error: str | None = None
+        self.born = asyncio.Event()  # set whenever a worker is made
+        specs = [WorkerSpec("g", rank, frames=8 + rank, page_bytes=2 << 20) for rank in range(ranks)]
+        self.group = WorkerGroup("g", specs, self._make, heartbeat_timeout=HEARTBEAT, stall_timeout=STALL)
+        self.group.subscribe(self._hear)
+
+    def _make(self, spec: WorkerSpec) -> FakeWorker:
+        self.workers.append(FakeWorker(spec, self.start_error))
+        self.born.set()
+        return self.workers[-1]
+
+    def _hear(self, reports: Sequence[Report | GroupUp | GroupLost]) -> None:
+        self.heard += reports
+
+    @property
+    def worker(self) -> FakeWorker:
+        """The latest one."""
+        return self.workers[-1]
+
+    async def __aenter__(self) -> House:
+        await self.group.start()
+        await settle()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.group.stop()
+        assert all(worker.killed for worker in self.workers)
+
+
+@virtual_time
+async def test_a_started_group_is_up_with_the_frames_of_its_smallest_rank() -> None:
+    async with House(ranks=2) as house:
+        assert house.heard == [GroupUp(frames=8)]
+        assert [(status.rank, status.state, status.device) for status in house.group.workers] == [
+            (0, "up", "cpu"),
+            (1, "up", "cpu"),
+        ]
+
+
+@virtual_time
+async def test_a_group_that_cannot_start_says_why_and_leaves_no_worker() -> None:
+    house = House(ranks=2)
+    house.start_error = "the pool is larger than the memory"
+    with pytest.raises(WorkerError, match="larger than the memory"):
+        await house.group.start()
+    assert house.heard == []
+    assert all(worker.killed for worker in house.workers)
+
+
+@virtual_time
+async def test_commands_go_to_every_rank_and_reports_come_in_order() -> None:
+    async with House(ranks=2) as house:
+        house.group.post([])
+        house.workers[0].report(Started("a"), KvReleased("m", 1, 1))
+        await settle()
+        house.workers[1].report(KvReleased("m", 1, 1))
+        house.workers[0].report(Started("b"))
+        await settle()
+        assert house.heard[1:] == [Started("a"), KvReleased("m", 1, 1), Started("b")]
+
+
+@virtual_time
+async def test_an_idle_worker_keeps_the_group_up_and_its_heartbeat_fresh() -> None:
+    async with House() as house:
+        await pass_time(10 * STALL)
+        assert house.heard == [GroupUp(8)]
+        [status] = house.group.workers
+        assert status.heartbeat is not None
+        assert status.heartbeat_age is not None
+        assert status.heartbeat_age < 1.0
+
+
+@virtual_time
+async def test_a_dead_worker_is_told_at_once_and_restarted_at_once() -> None:
+    async with House(ranks=2) as house:
+        house.workers[0].die()
+        await settle()
+        assert house.heard[1:] == [GroupLost("worker g/0: its process died"), GroupUp(8)]
+        assert all(worker.killed for worker in house.workers[:2]), "a group is rebuilt whole"
+        assert [status.restarts for status in house.group.workers] == [1, 1]
+
+
+@virtual_time
+async def test_no_report_of_before_comes_after_the_loss() -> None:
+    async with House(ranks=2) as house:
+        house.workers[0].die()
+        house.workers[1].report(Started("late"))
+        await settle()
+        house.workers[1].report(Started("later"))
+        await pass_time(1.0)
+        lost = house.heard.index(GroupLost("worker g/0: its process died"))
+        assert house.heard[lost:] == [GroupLost("worker g/0: its process died"), GroupUp(8)]
+
+
+@virtual_time
+async def test_a_worker_that_dies_again_and_again_is_restarted_later_and_later() -> None:
+    async with House() as house:
+        waits: list[float] = []
+        for _ in range(5):
+            house.born.clear()
+            began = asyncio.get_running_loop().time()
+            house.worker.die()
+            await house.born.wait()
+            await settle()
+            waits.append(asyncio.get_running_loop().time() - began)
+        assert waits[0] == 0.0
+        assert waits == sorted(waits)
+        assert waits[-1] >= 5.0
+
+
+@virtual_time
+async def test_a_long_life_makes_the_next_restart_the_first_again() -> None:
+    async with House() as house:
+        for _ in range(4):
+            house.worker.die()
+            await pass_time(20.0)
+        await pass_time(100.0)
+        house.worker.die()
+        await settle()
+        assert isinstance(house.heard[-1], GroupUp)
+
+
+@virtual_time
+async def test_a_restart_that_fails_is_tried_again_and_nothing_is_said_meanwhile() -> None:
+    async with House() as house:
+        house.start_error = "no memory yet"
+        house.worker.die()
+        await pass_time(0.1)
+        assert [type(report) for report in house.heard] == [GroupUp, GroupLost]
+        assert house.group.workers[0].state == "down"
+        house.group.post([])  # dropped
+        house.start_error = None
+        await pass_time(2.0)
+        assert [type(report) for report in house.heard] == [GroupUp, GroupLost, GroupUp]
+
+
+@virtual_time
+async def test_a_silent_worker_is_killed_and_replaced() -> None:
+    async with House() as house:
+        house.worker.fall_silent()
+        await pass_time(HEARTBEAT + 0.5)
+        assert house.heard[1:] == [GroupLost("worker g/0 gave no sign of life for 5 s"), GroupUp(8)]
+        assert house.workers[0].killed
+
+
+@virtual_time
+async def test_a_worker_that_is_busy_without_progress_is_killed_and_replaced() -> None:
+    async with House() as house:
+        house.worker.busy = True
+        await pass_time(STALL + 1.0)
+        assert house.heard[1:] == [
+            GroupLost("worker g/0 has been busy for 60 s without a step or a page"),
+            GroupUp(8),
+        ]
+
+
+@virtual_time
+async def test_every_page_that_arrives_restarts_the_stall_timer() -> None:
+    """Scenario 8: a disk so slow that loading takes minutes is no stall."""
+    async with House() as house:
+        house.worker.busy = True
+        for _ in range(20):
+            await pass_time(STALL / 2)
+            house.worker.pages_read += 1
+        assert house.heard == [GroupUp(8)]
+
+
+@virtual_time
+async def test_every_forward_pass_restarts_the_stall_timer() -> None:
+    async with House() as house:
+        house.worker.busy = True
+        for _ in range(20):
+            await pass_time(STALL / 2)
+            house.worker.steps += 1
+        assert house.heard == [GroupUp(8)]
+
+
+@virtual_time
+async def test_idle_time_is_no_stall() -> None:
+    async with House() as house:
+        await pass_time(2 * STALL)
+        house.worker.busy = True
+        await pass_time(STALL / 2)
+        assert house.heard == [GroupUp(8)]
+
+
+@virtual_time
+async def test_a_worker_that_takes_no_commands_is_replaced() -> None:
+    async with House() as house:
+        house.worker.piled_up = True
+        house.group.post([])
+        await settle()
+        assert house.heard[1:] == [GroupLost("worker g/0: its commands are piling up"), GroupUp(8)]
+
+
+@virtual_time
+async def test_ranks_that_disagree_are_rebuilt() -> None:
+    async with House(ranks=2) as house:
+        house.workers[0].report(KvReleased("m", 1, 1))
+        house.workers[1].report(PageInFailed("m", 1, "no such file"))
+        await settle()
+        assert isinstance(house.heard[1], GroupLost)
+        assert "disagree about 'm'" in house.heard[1].message
+        assert house.heard[2:] == [GroupUp(8)]
+
+
+@virtual_time
+async def test_stopping_ends_everything_even_in_the_middle_of_a_restart() -> None:
+    house = House()
+    await house.group.start()
+    house.start_error = "not yet"
+    house.worker.die()
+    await pass_time(0.1)
+    await house.group.stop()
+    lives = len(house.workers)
+    await pass_time(100.0)
+    assert len(house.workers) == lives
+    assert all(worker.killed for worker in house.workers)

@@ -22,6 +22,7 @@ from engine.batch import SequenceSlice, StepBatch
 from engine.blocks import BlockManager
 from engine.request import (
     EngineReport,
+    EngineTime,
     FinishReason,
     GenerationRequest,
     KvReleased,
@@ -51,6 +52,11 @@ class Step:
     chunks: tuple[Chunk, ...]
     sampled: tuple[Sequence, ...]
 
+    @property
+    def is_first_for_someone(self) -> bool:
+        """Whether a request takes part that has not computed anything yet: its client waits for a first token."""
+        return any(not chunk.sequence.started for chunk in self.chunks)
+
     def rows(self) -> list[SamplingRow]:
         return [SamplingRow(s.request.sampling, len(s.tokens), s.tokens, s.answer_counts) for s in self.sampled]
 
@@ -71,6 +77,7 @@ class Batcher:
         max_batch_tokens: int,
         max_batch_sequences: int,
         ended: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         """`ended` is told of each request that is over, before its last report goes out."""
         self._model = model
@@ -80,6 +87,7 @@ class Batcher:
         self._max_tokens = max_batch_tokens
         self._max_sequences = min(max_batch_sequences, max_batch_tokens)
         self._ended = ended
+        self._clock = clock
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -98,9 +106,9 @@ class Batcher:
 
     # ---- what is asked from outside, between two passes
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: GenerationRequest, submitted: float) -> None:
         """Queue a request. One that cannot be run at all fails, one that is complete already ends."""
-        sequence = Sequence(request, self._context_length, next(self._arrivals))
+        sequence = Sequence(request, self._context_length, next(self._arrivals), submitted)
         complaint = self._complaint(request)
         self._sequences[request.id] = sequence
         if complaint:
@@ -147,11 +155,16 @@ class Batcher:
             self._want_more()
         return _step(chunks) if chunks else None
 
-    def complete(self, step: Step, sampled: list[Sampled | None]) -> None:
-        """The pass is done; `sampled` has the new token of each of `step.sampled`, None where logits are not finite."""
+    def complete(self, step: Step, sampled: list[Sampled | None], computing: float, paging: float) -> None:
+        """The pass is done; `sampled` has the new token of each of `step.sampled`, None where logits are not finite.
+
+        It took `computing` seconds and `paging` seconds of waiting for pages.
+        """
         for chunk in step.chunks:
             sequence = chunk.sequence
             sequence.computed += chunk.length
+            sequence.computing += computing
+            sequence.paging += paging
             if not sequence.started:
                 sequence.started = True
                 self._reports.append(Started(sequence.id))
@@ -253,8 +266,12 @@ class Batcher:
                 (result.token,) if delivered else (),
                 logprobs if wants_logprobs else None,
                 finish,
+                None if finish is None else self._time(sequence),
             )
         )
+
+    def _time(self, sequence: Sequence) -> EngineTime:
+        return EngineTime(self._clock() - sequence.submitted, sequence.computing, sequence.paging)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._forget(sequence)

@@ -10,6 +10,7 @@ bound.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -68,6 +69,7 @@ class Engine:
                 max_batch_tokens=self._max_batch_tokens,
                 max_batch_sequences=self._max_batch_sequences,
                 ended=self._forget,
+                clock=time.perf_counter,
             )
             self._models[model.name] = ModelRunner(
                 model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads
@@ -89,7 +91,7 @@ class Engine:
                 raise ValueError(f"The engine has a request {request.id} already.")
             if runner is not None:
                 self._owners[request.id] = runner
-        if runner is None or not runner.post(partial(runner.batcher.add, request)):
+        if runner is None or not runner.post(partial(runner.batcher.add, request, time.perf_counter())):
             with self._lock:
                 self._owners.pop(request.id, None)
             self._emit([RequestFailed(request.id, f"This worker does not have a model {request.model}.")])

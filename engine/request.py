@@ -56,6 +56,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTime:
+    """Where a request's time in the engine went, in seconds. What is left of `total` was waiting for a turn."""
+
+    total: float  # from its submission to its last token
+    computing: float  # forward passes it took part in
+    paging: float  # their waits for pages
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """New tokens of a request; `index` is the place of the first of them in its answer.
 
@@ -68,6 +77,7 @@ class Tokens:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
+    time: EngineTime | None = None  # with the last token of an answer that came to its own end
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -57,6 +58,9 @@ class ModelRunner:
         self._emit = emit
         self._compute_threads = compute_threads
         self.steps = 0  # forward passes done; written by the model's thread only, like the next
+        self._paging = 0.0  # seconds that the pass under way has waited for pages
+        self._giving_way = 0.0  # and for another model's pass that could not wait
+        self._may_give_way = False
         self.broken: Exception | None = None  # what ended the thread before its time
         self._changed = threading.Condition()  # guards everything below
         self._inbox: list[Command] = []
@@ -172,25 +176,38 @@ class ModelRunner:
         with self._changed:
             self._in_pass = True
         try:
-            with self._turn:
-                logits = self._model.forward(step.batch, self._kv, self._wait_for_pages)
+            self._may_give_way = not step.is_first_for_someone
+            with self._turn.taken(urgent=step.is_first_for_someone):
+                began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
+                logits = self._model.forward(step.batch, self._kv, self._at_layer)
                 sampled = sample(logits, step.rows())
                 self.steps += 1
+                computing = time.perf_counter() - began - self._paging - self._giving_way
         finally:
             with self._changed:
                 self._in_pass = False
                 self._changed.notify_all()
-        self._batcher.complete(step, sampled)
+        self._batcher.complete(step, sampled, computing, self._paging)
+
+    def _at_layer(self, nbytes: int) -> None:
+        """The page gate of a layer, whose pass goes on when shard bytes `[0, nbytes)` are in."""
+        if self._may_give_way:
+            began = time.perf_counter()
+            if self._turn.give_way():
+                self._may_give_way = False
+                self._giving_way = time.perf_counter() - began
+        if not self._shard.is_ready(nbytes):
+            self._wait_for_pages(nbytes)
 
     def _wait_for_pages(self, nbytes: int) -> None:
-        """The page gate: lets other models run while shard bytes `[0, nbytes)` are not in."""
-        if self._shard.is_ready(nbytes):
-            return
+        """Other models run meanwhile."""
+        began = time.perf_counter()
         self._turn.release()
         try:
             self._shard.wait(nbytes, self._is_interrupted)
         finally:
             self._turn.acquire()
+            self._paging += time.perf_counter() - began
 
     def _is_interrupted(self) -> bool:
         return self._interrupted

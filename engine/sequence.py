@@ -9,9 +9,21 @@ from swapper.geometry import kv_blocks
 class Sequence:
     """Prompt and answer so far. `tokens[:computed]` have their keys and values in `blocks`, the rest is yet to run."""
 
-    __slots__ = ("answer_counts", "arrival", "blocks", "computed", "limit", "request", "started", "tokens")
+    __slots__ = (
+        "answer_counts",
+        "arrival",
+        "blocks",
+        "computed",
+        "computing",
+        "limit",
+        "paging",
+        "request",
+        "started",
+        "submitted",
+        "tokens",
+    )
 
-    def __init__(self, request: GenerationRequest, context_length: int, arrival: int) -> None:
+    def __init__(self, request: GenerationRequest, context_length: int, arrival: int, submitted: float) -> None:
         self.request = request
         self.arrival = arrival
         self.tokens = [*request.prompt, *request.answer]
@@ -19,6 +31,9 @@ class Sequence:
         self.blocks: tuple[int, ...] = ()
         self.computed = 0
         self.started = False
+        self.submitted = submitted
+        self.computing = 0.0  # seconds, as in EngineTime
+        self.paging = 0.0
         self.answer_counts: dict[int, int] = {}  # how often each token stands in the answer, for the penalties
         for token in request.answer:
             self._count(token)

@@ -2,13 +2,28 @@
 
 A plain lock lets whoever runs take it again before a waiter has woken, so that one busy model could keep the others
 out. Here the holder hands the turn to the longest waiter: of two busy models each gets every other pass.
+
+Who waits for a first token waits urgently. A pass that nobody waits for that much may `give_way` between two layers:
+the urgent waiter's pass runs, then the interrupted one goes on, before anybody else. A pass gives way once at most, so
+it is held up by no more passes than it would be held up by in the queue.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    urgent: bool
+    turn: threading.Lock = field(default_factory=threading.Lock)  # locked until it is this waiter's turn
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
 
 
 class Turn:
@@ -17,21 +32,35 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
-        self._waiting: deque[threading.Lock] = deque()  # one locked lock a waiter; unlocking it hands the turn over
+        self._waiting: deque[_Waiter] = deque()
 
     @property
     def held(self) -> bool:
         return self._held
 
-    def acquire(self) -> None:
+    def acquire(self, *, urgent: bool = False) -> None:
         with self._lock:
             if not self._held:
                 self._held = True
                 return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
-        mine.acquire()
+            waiter = _Waiter(urgent)
+            self._waiting.append(waiter)
+        waiter.turn.acquire()
+
+    def give_way(self) -> bool:
+        """Let the first urgent waiter's pass run now, and return when it has; False if nobody waits urgently."""
+        if not self._waiting:
+            return False
+        with self._lock:
+            urgent = next((waiter for waiter in self._waiting if waiter.urgent), None)
+            if urgent is None:
+                return False
+            self._waiting.remove(urgent)
+            interrupted = _Waiter(urgent=False)
+            self._waiting.appendleft(interrupted)
+            urgent.turn.release()
+        interrupted.turn.acquire()
+        return True
 
     def release(self) -> None:
         """Hand the turn to the longest waiter. Raises RuntimeError if nobody holds it."""
@@ -39,15 +68,14 @@ class Turn:
             if not self._held:
                 raise RuntimeError("The turn was released, but nobody holds it.")
             if self._waiting:
-                self._waiting.popleft().release()
+                self._waiting.popleft().turn.release()
             else:
                 self._held = False
 
-    def __enter__(self) -> Turn:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
+    @contextmanager
+    def taken(self, *, urgent: bool = False) -> Iterator[None]:
+        self.acquire(urgent=urgent)
+        try:
+            yield
+        finally:
+            self.release()

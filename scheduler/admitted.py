@@ -50,6 +50,7 @@ class AdmittedRequests:
         """What to send to the group's workers."""
         answer = self._answers[id]
         answer.group = group
+        answer.served_at = self._clock()
         return answer.remainder()
 
     def refuse(self, id: str, refusal: Refused) -> None:
@@ -87,7 +88,7 @@ class AdmittedRequests:
         if answer.outcome is None and answer.has_gap_before(report):
             answer.refuse(Refused("engine_failed", "Tokens of this answer were lost between worker and daemon."))
             self._put(Cancelled(self._clock(), report.request))
-        answer.deliver(report)
+        answer.deliver(report, self._clock())
         return None if report.finish is None else self._finished(answer)
 
     def heard_failure(self, report: RequestFailed) -> str | None:

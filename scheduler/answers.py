@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from engine.request import GenerationRequest, Tokens
+from engine.request import EngineTime, GenerationRequest, Tokens
 from swapper.errors import Refused
 
 
@@ -31,6 +31,8 @@ class LiveAnswer:
         self.at = at  # arrival, on the driver's clock
         self.group: str | None = None  # where it was served last
         self.started = False  # a first forward pass was reported, in this life or an earlier one
+        self.served_at = at  # when it was sent to a worker last
+        self.stages: dict[str, float] = {}
         self.outcome: str | None = None  # set once: how it ended for the client
         self._delivered = list(request.answer)
         self._buffer: deque[Tokens] = deque()
@@ -74,7 +76,7 @@ class LiveAnswer:
         """Whether tokens are missing between what was delivered and this report: a defect below."""
         return report.index > len(self._delivered)
 
-    def deliver(self, report: Tokens) -> None:
+    def deliver(self, report: Tokens, now: float) -> None:
         """Pass on what is new in a report; end the answer when it says so. Ignored after the end."""
         if self.outcome is not None:
             return
@@ -86,8 +88,19 @@ class LiveAnswer:
         if report.tokens or report.finish is not None:
             self._buffer.append(report)
             self._news.set()
+        if report.time is not None:
+            self.stages = self._stages(report.time, now)
         if report.finish is not None:
             self._end(report.finish)
+
+    def _stages(self, engine: EngineTime, now: float) -> dict[str, float]:
+        return {
+            "queue": self.served_at - self.at,
+            "transport": now - self.served_at - engine.total,
+            "batch": engine.total - engine.computing - engine.paging,
+            "page": engine.paging,
+            "compute": engine.computing,
+        }
 
     def refuse(self, refusal: Refused) -> None:
         """End the answer with an error, after the tokens that came before it. Ignored after the end."""

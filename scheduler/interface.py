@@ -99,6 +99,13 @@ class Answer(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Tokens]: ...
 
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """Where an answer's time went, in seconds: queue, transport, batch, page, compute.
+
+        Empty until it has come to its own end.
+        """
+
     def cancel(self) -> None:
         """Nobody reads any more: the sequence leaves the batch. Idempotent; harmless after the end."""
 

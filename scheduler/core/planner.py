@@ -28,7 +28,7 @@ class Planner:
         self._claims: dict[str, list[int]] = {}  # group → frames on each rank that older demands wait for
         self._held_back: set[tuple[str, str]] = set()  # (group, model) that take no more work
         self._short_of_memory: set[str] = set()  # groups on which a demand waits for memory
-        self._blocked: dict[tuple[str, str], int] = {}  # (group, model) → KV frames of its last demand that did not fit
+        self._blocked: dict[str, int] = {}  # model → KV frames of the smallest demand that did not fit
         self._oldest: dict[str, int] = {}  # model → number of its oldest demand
         self._wakes: list[float] = []
 
@@ -135,6 +135,8 @@ class Planner:
 
     def _consider(self, demand: Demand) -> None:
         model = self._state.models[demand.model]
+        if not demand.pin and demand.kv_frames >= self._blocked.get(demand.model, demand.kv_frames + 1):
+            return  # an older one of this model that needs no more did not fit
         busy = self._state.busy(demand.model)
         if demand.request is not None and busy and len(busy.running) >= self._state.config.max_running:
             return
@@ -146,15 +148,13 @@ class Planner:
         group = self._state.groups[busy.group] if busy is not None else self._choose_group(model, demand)
         if group is None or (group.name, demand.model) in self._held_back:
             return
-        where = group.name, demand.model
-        if demand.kv_frames >= self._blocked.get(where, demand.kv_frames + 1):
-            return  # an older one that needs no more did not fit
         lacking = self._lacking(group, model, demand)
         if self._fits(group, demand, lacking):
             self._admit(group, model, demand)
-        else:
-            self._blocked[where] = demand.kv_frames
-            self._make_room(group, model, demand, lacking)
+            return
+        if not demand.pin:
+            self._blocked[demand.model] = demand.kv_frames
+        self._make_room(group, model, demand, lacking)
 
     def _can_join(self, model: Model, busy: Placement, demand: Demand) -> bool:
         if demand.pin:
@@ -162,9 +162,6 @@ class Planner:
         return can_hold(self._state, self._state.groups[busy.group], model, demand.kv_frames)
 
     def _choose_group(self, model: Model, demand: Demand) -> Group | None:
-        target = self._state.groups.get(model.target) if model.target is not None and not demand.pin else None
-        if target is not None and target.up and can_hold(self._state, target, model, demand.kv_frames):
-            return target  # room is being made there: another choice would make it twice
         sites = []
         for group in self._state.groups.values():
             if not group.up or group.ranks != len(model.spec.shards):
@@ -175,7 +172,12 @@ class Planner:
                 placement = group.placements.get(demand.model)
                 held = placement.resident if placement is not None else 0
                 sites.append(Site(group.name, held, min(group.ledger.free()), group.name == model.home))
-        return self._state.groups[policy.choose_site(sites).group] if sites else None
+        if not sites:
+            return None
+        chosen = policy.choose_site(sites)
+        if not chosen.home and any(site.group == model.target for site in sites) and model.target is not None:
+            return self._state.groups[model.target]  # room is being made there: elsewhere it would be made twice
+        return self._state.groups[chosen.group]
 
     def _lacking(self, group: Group, model: Model, demand: Demand) -> list[int]:
         """Frames that the demand needs on each rank beyond those that the model holds and does not give back."""

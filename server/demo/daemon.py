@@ -61,7 +61,10 @@ class DaemonProcess:
 
     def admin(self) -> list[dict[str, Any]]:
         """The models, as `GET /admin/models` tells."""
-        return httpx.get(f"{self.url}/admin/models", timeout=10).raise_for_status().json()["models"]
+        models: list[dict[str, Any]] = (
+            httpx.get(f"{self.url}/admin/models", timeout=10).raise_for_status().json()["models"]
+        )
+        return models
 
     def stop(self) -> int:
         """SIGTERM, and its exit status. Raises subprocess.TimeoutExpired, and kills it, if it does not end."""

@@ -80,7 +80,7 @@ class Loads:
     def look(self) -> dict[str, Any] | None:
         """Note the load that a request has caused, if it caused one, and return it."""
         for model in self._daemon.admin():
-            load = model["last_load"]
+            load: dict[str, Any] | None = model["last_load"]
             if load is None or self._seen.get(model["name"]) == load["at"]:
                 continue
             self._seen[model["name"]] = load["at"]

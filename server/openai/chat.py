@@ -20,7 +20,7 @@ from server.catalog import CatalogModel
 from server.openai.connection import EventStream, while_connected
 from server.openai.generation import Generation, ScoredToken, answer_limit, sampling_params
 from server.openai.schemas import ChatRequest, read
-from server.openai.shape import DONE, bounded, usage
+from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
 from server.tokens import ModelTokenizer
 
@@ -29,15 +29,17 @@ router = APIRouter()
 
 @router.post("/chat/completions")
 async def create(request: Request) -> Response:
+    began = time.perf_counter()
     service = service_of(request)
     body = await read(request, ChatRequest, service.config.server.max_body)
     model = await service.catalog.find(body.model)
     identity = f"chatcmpl-{uuid.uuid4().hex}"
     generation = await while_connected(request, _generation(service, body, model, identity))
+    prepared = time.perf_counter() - began
     if body.stream:
         return await EventStream.open(request, _chunks(identity, model.name, generation, body.include_usage))
     answer = await while_connected(request, _whole(identity, model.name, generation, body.logprobs))
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return whole_response(answer, [generation], prepared)
 
 
 async def _generation(service: Service, body: ChatRequest, model: CatalogModel, identity: str) -> Generation:

@@ -17,7 +17,7 @@ from server.errors import ApiError
 from server.openai.connection import EventStream, while_connected
 from server.openai.generation import Generation, ScoredToken, answer_limit, merge, sampling_params
 from server.openai.schemas import CompletionRequest, read
-from server.openai.shape import DONE, bounded, usage
+from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
 from server.tokens import ModelTokenizer
 
@@ -29,15 +29,17 @@ router = APIRouter()
 
 @router.post("/completions")
 async def create(request: Request) -> Response:
+    began = time.perf_counter()
     service = service_of(request)
     body = await read(request, CompletionRequest, service.config.server.max_body)
     model = await service.catalog.find(body.model)
     identity = f"cmpl-{uuid.uuid4().hex}"
     generations = await while_connected(request, _generations(service, body, model, identity))
+    prepared = time.perf_counter() - began
     if body.stream:
         return await EventStream.open(request, _chunks(identity, model.name, generations, body.include_usage))
     answer = await while_connected(request, _whole(identity, model.name, generations, body.logprobs is not None))
-    return Response(orjson.dumps(answer), media_type="application/json")
+    return whole_response(answer, generations, prepared)
 
 
 async def _generations(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -88,7 +88,10 @@ def answer_limit(model: CatalogModel, prompt_tokens: int, wanted: int | None, de
 
 
 class Generation:
-    """One answer. Iterate `pieces` once; `prompt_tokens` and `completion_tokens` are what has been used so far."""
+    """One answer. Iterate `pieces` once; `prompt_tokens` and `completion_tokens` are what has been used so far.
+
+    `stages` says, after the last piece, where its time went; it stays empty for an answer that a stop string ended.
+    """
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Generation:
         self._shown = 0  # characters
         self._scored: list[ScoredToken] = []  # not shown yet
         self._began = time.perf_counter()
+        self.stages: Mapping[str, float] = {}
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Raises Refused, possibly after some pieces."""
@@ -122,6 +126,7 @@ class Generation:
                 if piece.text or piece.finish:
                     yield piece
                 if piece.finish:
+                    self.stages = answer.stages
                     return
             raise Refused("engine_failed", "The answer ended without a reason.")
         finally:

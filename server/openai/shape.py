@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import Response
 
 from server.openai.generation import Generation
 
@@ -12,6 +16,17 @@ LEAST_LOGPROB = -9999.0  # OpenAI's word for "impossible": JSON knows no infinit
 
 def bounded(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+def whole_response(answer: dict[str, Any], generations: Sequence[Generation], prepared: float) -> Response:
+    """The response to a request that does not stream. A single answer's says in `Server-Timing`, in milliseconds, where
+    its time went; `prepared` is what validation and tokenization took, in seconds.
+    """
+    headers = {}
+    if len(generations) == 1 and generations[0].stages:
+        stages = {"prepare": prepared, **generations[0].stages}
+        headers["Server-Timing"] = ", ".join(f"{stage};dur={1e3 * spent:.3f}" for stage, spent in stages.items())
+    return Response(orjson.dumps(answer), headers=headers, media_type="application/json")
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, int]:

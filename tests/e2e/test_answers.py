@@ -33,6 +33,13 @@ def test_a_stream_brings_the_same_words_and_the_usage(openai: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens > 0
 
 
+def test_an_answer_says_where_its_time_went(openai: OpenAI) -> None:
+    raw = openai.chat.completions.with_raw_response.create(model="smollm2", messages=CAPITAL, max_tokens=1)
+    timing = dict(part.split(";dur=") for part in raw.headers["server-timing"].split(", "))
+    assert set(timing) == {"prepare", "queue", "transport", "batch", "page", "compute"}
+    assert float(timing["compute"]) > 0
+
+
 def test_a_seed_repeats_an_answer(openai: OpenAI) -> None:
     def ask(seed: int) -> str:
         return openai.completions.create(model="smollm2", prompt="My dog", seed=seed, max_tokens=12).choices[0].text

@@ -34,7 +34,7 @@ def test_a_request_just_after_an_eviction_began_is_answered(client: Client) -> N
 
 
 def test_a_client_that_goes_takes_its_sequence_along(client: Client) -> None:
-    with client.stream(A, max_tokens=4000) as pieces:
+    with client.stream(A, max_tokens=2000) as pieces:
         next(pieces)
         assert client.models()[A]["running"] == 1
     client.until(lambda: client.models()[A]["running"] == 0, seconds=10)
@@ -129,7 +129,7 @@ def test_a_page_in_is_kept_for_the_request_it_was_made_for(client: Client) -> No
 
 def test_a_full_queue_says_when_to_come_back(client: Client) -> None:
     client.text(A)
-    with client.stream(A, max_tokens=4000) as pieces:
+    with client.stream(A, max_tokens=2000) as pieces:
         next(pieces)
         crowd = [client.start(B, max_tokens=1) for _ in range(MAX_QUEUE + 8)]
         client.until(lambda: sum(answer.done() for answer in crowd) >= 8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.batch import StepBatch
 from engine.batching import Batcher
 from engine.blocks import BlockManager
-from engine.request import GenerationRequest, KvReleased, KvWanted, RequestFailed, Started, Tokens
+from engine.request import EngineTime, GenerationRequest, KvReleased, KvWanted, RequestFailed, Started, Tokens
 from engine.sampling import sample
 from swapper.frames import FramePool
 from swapper.geometry import kv_blocks, kv_frames
@@ -51,18 +51,19 @@ class Bench:
             max_batch_tokens=tokens,
             max_batch_sequences=sequences,
             ended=self.ended.append,
+            clock=lambda: 9.0,  # and everything was submitted at 0
         )
         self.batcher.grant(granted, 0)
 
     def add(self, *requests: GenerationRequest) -> None:
         for one in requests:
-            self.batcher.add(one)
+            self.batcher.add(one, 0.0)
 
     def step(self) -> StepBatch | None:
         step = self.batcher.plan()
         if step is not None:
             logits = self.model.forward(step.batch, self.kv, lambda nbytes: None)
-            self.batcher.complete(step, sample(logits, step.rows()))
+            self.batcher.complete(step, sample(logits, step.rows()), 0.25, 0.5)
         self.reports.emit(self.batcher.take_reports())
         self.blocks.check()
         return None if step is None else step.batch
@@ -70,6 +71,7 @@ class Bench:
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
             if self.batcher.is_empty:
+                self.reports.emit(self.batcher.take_reports())  # of those that ended outside a pass
                 return
             assert self.step() is not None, "stuck"
         raise AssertionError("never done")
@@ -107,7 +109,8 @@ def test_an_answer_starts_and_ends_with_its_reports(bench: Bench) -> None:
         Started("a"),
         Tokens("a", 0, (one,)),
         Tokens("a", 1, (two,)),
-        Tokens("a", 2, (three,), finish="length"),
+        # Three passes, each of which the bench says took 0.25 s and 0.5 s more of waiting for pages.
+        Tokens("a", 2, (three,), finish="length", time=EngineTime(total=9.0, computing=0.75, paging=1.5)),
     ]
     assert bench.ended == ["a"]
 
@@ -169,7 +172,9 @@ def test_an_answer_ends_before_a_stop_token(bench: Bench) -> None:
     bench.add(request("a", prompt(6), max_tokens=50, stop_tokens=frozenset({tokens[3]})))
     bench.run()
     assert bench.reports.answer("a") == tokens[:3]
-    assert bench.reports.all[-1] == Tokens("a", 3, (), finish="stop")
+    last = bench.reports.all[-1]
+    assert isinstance(last, Tokens)
+    assert (last.index, last.tokens, last.finish) == (3, (), "stop")
 
 
 def test_an_answer_ends_where_the_context_ends(pool: FramePool) -> None:

@@ -14,7 +14,7 @@ TIMEOUT = 20.0
 def test_one_thread_holds_the_turn() -> None:
     turn = Turn()
     assert not turn.held
-    with turn:
+    with turn.taken():
         assert turn.held
     assert not turn.held
 
@@ -30,7 +30,7 @@ def test_waiters_are_served_in_order_and_the_holder_cannot_jump_the_queue() -> N
     turn.acquire()
 
     def work(number: int) -> None:
-        with turn:
+        with turn.taken():
             order.append(number)
 
     threads = []
@@ -40,8 +40,44 @@ def test_waiters_are_served_in_order_and_the_holder_cannot_jump_the_queue() -> N
         while len(turn._waiting) < number + 1:  # until it queues; nothing else changes the queue meanwhile
             assert threads[-1].is_alive()
     turn.release()
-    with turn:  # behind all four
+    with turn.taken():  # behind all four
         order.append(4)
     for thread in threads:
         thread.join(TIMEOUT)
     assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_pass_gives_way_to_an_urgent_one_and_goes_on_before_anybody_else() -> None:
+    turn = Turn()
+    order: list[str] = []
+    turn.acquire()
+
+    def work(name: str, urgent: bool) -> None:
+        with turn.taken(urgent=urgent):
+            order.append(name)
+
+    threads = []
+    for name, urgent in (("patient", False), ("urgent", True), ("urgent too", True)):
+        assert not (threads == [] and turn.give_way()), "nobody waits"
+        threads.append(threading.Thread(target=work, args=(name, urgent)))
+        threads[-1].start()
+        while len(turn._waiting) < len(threads):
+            assert threads[-1].is_alive()
+    assert turn.give_way()
+    order.append("interrupted")
+    turn.release()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert order == ["urgent", "interrupted", "patient", "urgent too"]
+
+
+def test_a_pass_does_not_give_way_to_a_patient_one() -> None:
+    turn = Turn()
+    turn.acquire()
+    waiter = threading.Thread(target=turn.acquire)
+    waiter.start()
+    while not turn._waiting:
+        assert waiter.is_alive()
+    assert not turn.give_way()
+    turn.release()
+    waiter.join(TIMEOUT)

@@ -1,0 +1,115 @@
+"""What server, scheduler and Ray add to one request, the model's own time taken off, and where it goes.
+
+    python -m bench.overhead
+
+A real daemon, SmolLM2, one chat request after another with an answer of one token. The client's time from sending to
+the answer, less the forward pass that computed it, is the overhead; the daemon says in `Server-Timing` where the time
+went. Measured on an idle daemon, and while another model decodes: what then counts too is the wait for the
+other model's pass to end (`batch`). `client` is what the daemon cannot see: the client itself, and the sockets.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from bench.report import Bar, report
+from server.demo.checkpoints import sibling, smollm2
+from server.demo.daemon import DaemonProcess
+from server.demo.run import SCALE, SIBLINGS
+from swapper.store import Store
+from worker.add import add_model
+
+IDLE_MS, BUSY_MS = 10.0, 25.0
+WARM_UP, COUNT = 5, 60
+MODEL, OTHER = "smollm2", "smollm2-late"
+
+
+def prepare(directory: Path) -> DaemonProcess:
+    """A daemon whose memory holds both models."""
+    store = Store(directory / "store")
+    base = smollm2()
+    add_model(store, base, MODEL)
+    add_model(store, sibling(base, directory / OTHER, SIBLINGS[OTHER], SCALE), OTHER)
+    return DaemonProcess(directory, {"store": str(directory / "store"), "memory": {"pool": "1GiB", "page": "2MiB"}})
+
+
+def ask(client: httpx.Client) -> dict[str, float]:
+    """One request: milliseconds by stage, with `client` and the whole as `total`."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 1, "temperature": 0}
+    began = time.perf_counter()
+    answer = client.post("/v1/chat/completions", json=body)
+    total = 1e3 * (time.perf_counter() - began)
+    answer.raise_for_status()
+    parts = (part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    stages = {name: float(spent) for name, spent in parts}
+    return {**stages, "client": total - sum(stages.values()), "total": total, "overhead": total - stages["compute"]}
+
+
+def measure(client: httpx.Client) -> dict[str, list[float]]:
+    """`COUNT` requests after a warm-up, by stage."""
+    asked = [ask(client) for _ in range(WARM_UP + COUNT)][WARM_UP:]
+    return {stage: [one[stage] for one in asked] for stage in asked[0]}
+
+
+class Decoding:
+    """Another model that decodes all the while."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._first = threading.Event()
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        body = {"model": OTHER, "prompt": "Once", "max_tokens": 8000, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as response:
+            for _ in response.iter_lines():
+                self._first.set()
+                if self._enough.is_set():
+                    return
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        if not self._first.wait(60):
+            raise TimeoutError("the other model does not decode")
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(60)
+
+
+def table(idle: dict[str, list[float]], busy: dict[str, list[float]]) -> str:
+    lines = [f"{'milliseconds, median':<22}{'idle':>8}{'busy':>8}"]
+    lines += [f"{s:<22}{statistics.median(idle[s]):8.2f}{statistics.median(busy[s]):8.2f}" for s in idle]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        prepare(Path(directory)) as daemon,
+        httpx.Client(base_url=daemon.url, timeout=60) as client,
+    ):
+        idle = measure(client)
+        with Decoding(daemon.url):
+            busy = measure(client)
+    print(table(idle, busy))
+    bars = [
+        Bar("overhead of a request, idle daemon", statistics.median(idle["overhead"]), IDLE_MS, "ms"),
+        Bar("overhead of a request, another model decodes", statistics.median(busy["overhead"]), BUSY_MS, "ms"),
+    ]
+    samples = {
+        f"{name} {stage}": values for name, run in (("idle", idle), ("busy", busy)) for stage, values in run.items()
+    }
+    return report("overhead", bars, samples, {"requests": COUNT})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -171,13 +171,11 @@ class Planner:
             if can_hold(self._state, group, model, demand.kv_frames):
                 placement = group.placements.get(demand.model)
                 held = placement.resident if placement is not None else 0
-                sites.append(Site(group.name, held, min(group.ledger.free()), group.name == model.home))
-        if not sites:
-            return None
-        chosen = policy.choose_site(sites)
-        if not chosen.home and any(site.group == model.target for site in sites) and model.target is not None:
-            return self._state.groups[model.target]  # room is being made there: elsewhere it would be made twice
-        return self._state.groups[chosen.group]
+                free = min(group.ledger.free())
+                sites.append(
+                    Site(group.name, held, free, home=group.name == model.home, target=group.name == model.target)
+                )
+        return self._state.groups[policy.choose_site(sites).group] if sites else None
 
     def _lacking(self, group: Group, model: Model, demand: Demand) -> list[int]:
         """Frames that the demand needs on each rank beyond those that the model holds and does not give back."""

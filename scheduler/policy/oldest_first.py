@@ -24,8 +24,10 @@ def overdue_at(demand: Demand, wait_bound: float) -> float:
 
 
 def choose_site(sites: Sequence[Site]) -> Site:
-    """Where it is pinned, else where most of it is already, else where most is free. `sites` is not empty."""
-    return max(sites, key=lambda site: (site.home, site.held, site.free))
+    """Where it is pinned, else where room is being made for it (elsewhere it would be made twice), else where most of
+    it is already, else where most is free. `sites` is not empty.
+    """
+    return max(sites, key=lambda site: (site.home, site.target, site.held, site.free))
 
 
 def make_room(memory: Memory) -> Room:

@@ -25,7 +25,8 @@ class Site:
     group: str
     held: int  # pages of the model that are in already
     free: int  # frames free on its fullest rank
-    home: bool  # the model is pinned here
+    home: bool = False  # the model is pinned here
+    target: bool = False  # room is being made for it here
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ MODELS = {
     "pair": ((51, 52, 53), (61, 62, 63)),
     "duet": ((54, 51, 55, 56), (64, 65, 66, 63)),
 }
-GROUPS = {"solo": (1, 9), "spare": (1, 7), "duo": (2, 7)}  # ranks, frames
+GROUPS = {"solo": (1, 9), "spare": (1, 7), "duo": (2, 8)}  # ranks, frames
 
 
 @dataclass
@@ -463,6 +463,9 @@ class World:
     def restart(self, name: str) -> None:
         """The group dies with reports on their way, comes up, is asked for the same models, and then they arrive."""
         group = self.groups[name]
+        idle = [model for model, slot in group.slots.items() if slot.ready and not slot.sequences]
+        for model in idle[:1]:
+            self.job("evict", model)
         self.obey_all()
         for work in group.work():
             work()
@@ -477,6 +480,17 @@ class World:
                 self.job("evict", report.model)
         while self.stale:
             self.send(self.stale.pop())
+
+    def grow_batches(self) -> None:
+        """Every model that is asked for comes in; every batch uses its KV, wants more, and gets what is free."""
+        for _ in range(6):
+            self.obey_all()
+            for group in self.groups.values():
+                for name, slot in group.slots.items():
+                    if slot.reading:
+                        group.extent_in(name)
+                group.fill_all_kv()
+            self.deliver_all()
 
     # ---- to the end
 
@@ -563,6 +577,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for model in models:
             self.world.arrive(model)
 
+    @rule(model=names)
+    def one_model_is_flooded(self, model: str) -> None:
+        for _ in range(CONFIG.max_running + CONFIG.max_queue + 1):
+            self.world.arrive(model)
+
+    @rule(models=st.lists(names, min_size=1, max_size=3, unique=True))
+    def models_are_pinned_and_others_crowd_in(self, models: list[str]) -> None:
+        for model in models:
+            self.world.job("pin", model)
+        self.world.settle()
+        for model in MODELS:
+            self.world.arrive(model)
+
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
     def request_is_cancelled(self, data: st.DataObject) -> None:
@@ -612,7 +639,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(model=names)
     def load_fails(self, model: str) -> None:
-        self.world.arrive(model)
+        for _ in range(CONFIG.max_running + 1):
+            self.world.arrive(model)
         self.world.fail_load(model)
 
     @rule(model=names, evict=st.booleans())
@@ -622,6 +650,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.settle()
             self.world.job("evict", model)
         self.world.fail_evict(model)
+
+    @rule(model=names)
+    def batches_grow_and_others_come(self, model: str) -> None:
+        self.world.arrive(model)
+        self.world.grow_batches()
+        for other in MODELS:
+            self.world.arrive(other)
 
     @rule(group=st.sampled_from(sorted(GROUPS)))
     def group_restarts(self, group: str) -> None:

@@ -45,11 +45,13 @@ def test_a_demand_is_overdue_when_it_has_waited_for_the_bound() -> None:
     assert overdue_at(Demand(1, 2.0, "A", 1), wait_bound=5.0) == 7.0
 
 
-def test_a_model_goes_where_it_is_pinned_then_where_most_of_it_is_then_where_most_is_free() -> None:
-    empty, partly, home = Site("empty", 0, 9, False), Site("partly", 2, 1, False), Site("home", 0, 0, True)
-    assert choose_site([empty, partly, home]) == home
-    assert choose_site([empty, partly]) == partly
-    assert choose_site([Site("full", 0, 1, False), empty]) == empty
+def test_a_model_goes_to_its_home_then_where_room_is_made_then_where_it_is_then_where_most_is_free() -> None:
+    full, empty, partly = Site("full", 0, 1), Site("empty", 0, 9), Site("partly", 2, 1)
+    target, home = Site("target", 0, 0, target=True), Site("home", 0, 0, home=True)
+    assert choose_site([full, empty, partly, target, home]) == home
+    assert choose_site([full, empty, partly, target]) == target
+    assert choose_site([full, empty, partly]) == partly
+    assert choose_site([full, empty]) == empty
 
 
 def test_only_as_much_of_the_tail_as_needed_is_taken() -> None:

@@ -144,6 +144,9 @@ class Scheduler(Protocol):
     def submit(self, request: GenerationRequest, timeout: float) -> Answer:
         """Queue a request; `timeout` bounds its wait for a first step, in seconds. Refusals come out of the Answer."""
 
+    def room(self, model: str) -> int | None:
+        """The most tokens that one request of a model, prompt and answer, can have KV memory for; None if unknown."""
+
     async def load(self, model: str) -> None:
         """Return once the whole model is in. Raises Refused. Idempotent."""
 

@@ -37,7 +37,7 @@ from scheduler.records import Records
 from scheduler.status import model_status
 from scheduler.translate import CoreReport, command_of, event_of, model_spec
 from swapper.errors import Refused, WorkerError
-from swapper.geometry import kv_frames
+from swapper.geometry import KV_BLOCK_TOKENS, kv_capacity_blocks, kv_frames
 from worker import protocol
 from worker.protocol import GroupLost, GroupUp, Report
 
@@ -149,6 +149,14 @@ class LiveScheduler:
         answer = self._requests.open(request)
         self._inbox.put(events.Arrived(answer.at, request.id, request.model, frames, answer.at + timeout))
         return answer
+
+    def room(self, model: str) -> int | None:
+        frames = self._core.kv_room(model)
+        served = self._models.get(model)
+        if frames is None or served is None:
+            return None
+        blocks = kv_capacity_blocks(max(0, frames), served.kv_bytes_per_token, served.page_bytes)
+        return blocks * KV_BLOCK_TOKENS
 
     async def load(self, model: str) -> None:
         await self._job("load", model, events.LoadWanted)

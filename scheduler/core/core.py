@@ -15,6 +15,7 @@ from typing import Any, Literal
 from scheduler.core import admission, completions, events
 from scheduler.core.actions import Action
 from scheduler.core.config import CoreConfig
+from scheduler.core.fitting import kv_room
 from scheduler.core.placement import Placement
 from scheduler.core.planner import Planner
 from scheduler.core.state import Model, State
@@ -111,6 +112,11 @@ class SchedulerCore:
         if known is None:
             return None
         return "waiting" if known.group is None else "running"
+
+    def kv_room(self, model: str) -> int | None:
+        """The most KV frames that one request of a model can ever have; None while that cannot be told."""
+        known = self._state.models.get(model)
+        return None if known is None else kv_room(self._state, known)
 
     @property
     def unfinished(self) -> int:

@@ -30,6 +30,12 @@ def can_hold(state: State, group: Group, model: Model, kv_frames: int) -> bool:
     return frames_needed(state, group, model, kv_frames) <= group.ledger.capacity
 
 
+def kv_room(state: State, model: Model) -> int | None:
+    """KV frames that fit beside the model and what is pinned, on the best group; None while no such group is known."""
+    groups = matching_groups(state, model)
+    return max((group.ledger.capacity - frames_needed(state, group, model, 0) for group in groups), default=None)
+
+
 def never_fits(state: State, model: Model, kv_frames: int) -> bool:
     """Whether waiting is in vain. While no group of the right shape is known, there is hope."""
     groups = matching_groups(state, model)

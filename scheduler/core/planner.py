@@ -229,7 +229,8 @@ class Planner:
                 self._state.page_out(group.placements[tail.model], tail.keep)
             self._take_back(surplus, room.short)
         elif self._is_overdue(demand):
-            self._held_back |= {(group.name, name) for name in policy.who_must_drain(memory)}
+            if any((group.name, holder.model) not in self._held_back for holder in memory.busy):
+                self._held_back |= {(group.name, name) for name in policy.who_must_drain(memory)}
         else:
             return
         claims = self._claims.setdefault(group.name, [0] * group.ranks)

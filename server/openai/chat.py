@@ -24,6 +24,9 @@ from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
 from server.tokens import ModelTokenizer
 
+DEFAULT_MAX_TOKENS = 2048
+"""Where neither the request nor the configuration says anything."""
+
 router = APIRouter()
 
 
@@ -47,7 +50,9 @@ async def _generation(service: Service, body: ChatRequest, model: CatalogModel, 
     messages = [message.for_template() for message in body.messages]
     prompt = await service.tokenizers.run(tokenizer.encode_chat, messages)
     defaults = model.config.defaults
-    limit = answer_limit(model, len(prompt), body.wanted_tokens, defaults.max_tokens, "messages")
+    default = defaults.max_tokens or DEFAULT_MAX_TOKENS
+    room = service.scheduler.room(model.name)
+    limit = answer_limit(model, len(prompt), body.wanted_tokens, default, room, "messages")
     sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.wanted_logprobs)
     request = GenerationRequest(identity, model.name, prompt, sampling)
     return Generation(service, model.name, tokenizer, request, body.stop)

@@ -53,7 +53,7 @@ async def _generations(
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
         prompt = await _tokens(service, tokenizer, given, param)
         default = defaults.max_tokens or DEFAULT_MAX_TOKENS
-        limit = answer_limit(model, len(prompt), body.max_tokens, default, param)
+        limit = answer_limit(model, len(prompt), body.max_tokens, default, service.scheduler.room(model.name), param)
         sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.logprobs)
         request = GenerationRequest(f"{identity}-{index}", model.name, prompt, sampling)
         generations.append(Generation(service, model.name, tokenizer, request, body.stop))

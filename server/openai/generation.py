@@ -67,8 +67,13 @@ def sampling_params(
     )
 
 
-def answer_limit(model: CatalogModel, prompt_tokens: int, wanted: int | None, default: int | None, param: str) -> int:
-    """How many tokens an answer may have: `wanted`, else the rest of the context, up to `default`.
+def answer_limit(
+    model: CatalogModel, prompt_tokens: int, wanted: int | None, default: int, room: int | None, param: str
+) -> int:
+    """How many tokens an answer may have: `wanted`, else `default` or what the context or memory (`room`) has left.
+
+    KV memory is reserved for the longest answer that a request may have, so one that does not say how long its answer
+    may be does not get the whole context.
 
     Raises ApiError if the prompt is empty, or the context cannot hold prompt and answer.
     """
@@ -84,7 +89,9 @@ def answer_limit(model: CatalogModel, prompt_tokens: int, wanted: int | None, de
             "context_length_exceeded",
             param,
         )
-    return wanted or min(rest, default or rest)
+    if wanted is None and room is not None:
+        rest = max(1, min(rest, room - prompt_tokens))
+    return wanted or min(rest, default)
 
 
 class Generation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scheduler.core import events
+from scheduler.core.core import CoreConfig, SchedulerCore
 from scheduler.core.kv import KvAccount
 
 
@@ -60,3 +62,15 @@ def test_a_batch_that_gave_back_too_little_answers_again() -> None:
     assert account.reserved == 2
     account.released(2, 1)
     assert account.reserved == 1
+
+
+def test_the_room_for_kv_is_what_the_model_and_the_pins_leave() -> None:
+    core = SchedulerCore(CoreConfig(page_bytes=2 << 20))
+    core.step(events.ModelAdded(0.0, events.ModelSpec("a", ((1, 2, 3),))))
+    core.step(events.ModelAdded(0.0, events.ModelSpec("b", ((3, 4),))))
+    assert core.kv_room("a") is None, "no group has come up yet"
+    core.step(events.WorkerUp(1.0, "g", 10))
+    assert core.kv_room("a") == 7
+    core.step(events.Pinned(2.0, "pin", "b"))
+    assert core.kv_room("a") == 6, "page 3 is shared"
+    assert core.kv_room("nobody") is None

@@ -8,7 +8,7 @@ from tests.scheduler.machine import SchedulerMachine
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=250,
+    max_examples=200,
     stateful_step_count=40,
     derandomize=True,
     deadline=None,

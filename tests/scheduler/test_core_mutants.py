@@ -10,7 +10,7 @@ from tests.scheduler.machine import SchedulerMachine
 from tests.scheduler.mutants import MUTANTS, NO_CHANGE, Mutant, core_with
 
 ONE_FAILURE_IS_ENOUGH = settings(
-    max_examples=250,
+    max_examples=200,
     stateful_step_count=40,
     derandomize=True,
     database=None,

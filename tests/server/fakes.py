@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from engine.request import FinishReason, GenerationRequest, TokenLogprob, Tokens
@@ -21,6 +21,8 @@ TIMEOUT = 20.0
 
 
 class FakeAnswer:
+    stages: Mapping[str, float] = {}
+
     def __init__(self, scheduler: FakeScheduler, request: GenerationRequest, script: Sequence[Step]) -> None:
         # Of this test: an answer may outlive it by a moment.
         self._waiting, self._cancelled, self._cancellation = (
@@ -81,6 +83,7 @@ class FakeScheduler:
         self.refusals: dict[str, Refused] = {}  # by action: load, evict, pin, unpin
         self.jobs: list[tuple[str, str]] = []
         self.held_jobs: asyncio.Event | None = None
+        self.kv_room: int | None = None
 
     async def start(self) -> None:
         pass
@@ -104,6 +107,9 @@ class FakeScheduler:
     def submit(self, request: GenerationRequest, timeout: float) -> FakeAnswer:
         self.submitted.append(request)
         return FakeAnswer(self, request, self.script)
+
+    def room(self, model: str) -> int | None:
+        return self.kv_room
 
     async def load(self, model: str) -> None:
         await self._job("load", model)

@@ -183,10 +183,19 @@ def test_the_configuration_says_what_the_request_does_not(openai: OpenAI, schedu
     assert (explicit.temperature, explicit.top_k, explicit.max_tokens) == (0, 7, 50)
 
 
-def test_an_answer_may_fill_the_rest_of_the_context(openai: OpenAI, scheduler: FakeScheduler) -> None:
+def test_without_a_limit_an_answer_may_fill_the_rest_of_a_small_context(
+    openai: OpenAI, scheduler: FakeScheduler
+) -> None:
     openai.chat.completions.create(model="smol", messages=HELLO)
     request = scheduler.submitted[0]
-    assert request.sampling.max_tokens == CONTEXT - len(request.prompt)
+    assert request.sampling.max_tokens == min(2048, CONTEXT - len(request.prompt))
+
+
+def test_without_a_limit_an_answer_may_take_what_memory_has_room_for(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    scheduler.kv_room = 64
+    openai.chat.completions.create(model="smol", messages=HELLO)
+    (request,) = scheduler.submitted
+    assert request.sampling.max_tokens == 64 - len(request.prompt)
 
 
 def test_aliases_answer_as_the_model_they_stand_for(openai: OpenAI, scheduler: FakeScheduler) -> None:

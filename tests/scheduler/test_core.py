@@ -1,0 +1,310 @@
+"""The core, promise by promise, where a scenario of text would say too little: several groups, loss, time, removal."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from scheduler.core import actions as act
+from scheduler.core import events as ev
+from scheduler.core import invariants
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.transitions import Phase
+
+CONFIG = CoreConfig(page_bytes=1, extent_pages=8, wait_bound=5.0, load_backoff=1.0, load_backoff_max=4.0)
+
+
+class Desk:
+    """A core with short words for what a test tells it."""
+
+    def __init__(self, **groups: int | tuple[int, int]) -> None:
+        self.core = SchedulerCore(CONFIG)
+        self.now = 0.0
+        for name, shape in groups.items():
+            frames, ranks = shape if isinstance(shape, tuple) else (shape, 1)
+            self.send(ev.WorkerUp(0.0, name, frames, ranks))
+
+    def send(self, event: ev.Event) -> list[act.Action]:
+        done = self.core.step(event)
+        invariants.check(self.core)
+        return done
+
+    def add(self, model: str, *shards: tuple[int, ...]) -> None:
+        self.send(ev.ModelAdded(self.now, ev.ModelSpec(model, shards)))
+
+    def arrive(self, request: str, model: str, kv: int = 1, patience: float = 100.0) -> list[act.Action]:
+        return self.send(ev.Arrived(self.now, request, model, kv, self.now + patience))
+
+    def answer(self, actions: list[act.Action]) -> list[act.Action]:
+        """Carry out everything that is about memory, and what follows from it; returns all actions in order."""
+        said = list(actions)
+        for action in said:
+            match action:
+                case act.PageIn():
+                    said += self.send(ev.PagedIn(self.now, action.group, action.model, action.epoch, action.last))
+                case act.PageOut():
+                    said += self.send(ev.PagedOut(self.now, action.group, action.model, action.epoch, action.keep))
+                case act.GrantKv():
+                    said += self.send(ev.KvReleased(self.now, action.group, action.model, action.epoch, action.frames))
+        return said
+
+    def at(self, seconds: float) -> list[act.Action]:
+        self.now = seconds
+        return self.send(ev.Tick(seconds))
+
+    def finish(self, request: str) -> list[act.Action]:
+        return self.answer(self.send(ev.Finished(self.now, request)))
+
+
+T = TypeVar("T", bound=act.Action)
+
+
+def only(actions: list[act.Action], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+# ---- groups
+
+
+def test_a_model_runs_on_a_group_with_as_many_ranks_as_it_has_shards() -> None:
+    desk = Desk(single=9, double=(9, 2))
+    desk.add("A", (1, 2), (11, 12))
+    assert only(desk.arrive("a", "A"), act.Serve) == [act.Serve("a", "double")]
+
+
+def test_a_model_goes_where_most_is_free_and_then_where_it_is() -> None:
+    desk = Desk(small=5, large=9)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5, 6))
+    assert only(desk.answer(desk.arrive("a", "A")), act.Serve) == [act.Serve("a", "large")]
+    desk.finish("a")
+    desk.answer(desk.arrive("b", "B"))
+    assert only(desk.arrive("a2", "A"), act.Serve) == [act.Serve("a2", "large")]
+
+
+def test_requests_wait_while_there_is_no_group_and_are_served_when_one_appears() -> None:
+    desk = Desk()
+    desk.add("A", (1, 2))
+    assert only(desk.arrive("a", "A"), act.WakeAt) == [act.WakeAt(100.0)]
+    assert desk.core.request("a") == "waiting"
+    assert only(desk.send(ev.WorkerUp(1.0, "late", 4)), act.Serve) == [act.Serve("a", "late")]
+
+
+def test_requests_of_a_lost_group_wait_again_in_their_old_place() -> None:
+    desk = Desk(g=5)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("first", "A"))
+    desk.arrive("second", "A", kv=3)
+    assert only(desk.send(ev.WorkerLost(1.0, "g", "killed")), act.Serve) == []
+    desk.arrive("third", "A")
+    served = only(desk.send(ev.WorkerUp(2.0, "g", 5)), act.Serve)
+    assert [serve.request for serve in served] == ["first", "second", "third"]
+
+
+def test_a_request_that_waits_again_has_its_full_patience_again() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("a", "A", patience=10.0))
+    desk.at(60.0)
+    desk.send(ev.WorkerLost(60.0, "g", "killed"))
+    assert desk.core.request("a") == "waiting"
+    assert only(desk.at(70.0), act.Fail)[0].reason == "timeout"
+
+
+def test_queued_work_moves_to_another_group_and_a_load_goes_on_there() -> None:
+    desk = Desk(a=4, b=4)
+    desk.add("A", (1, 2))
+    lost = only(desk.send(ev.LoadWanted(0.0, "j", "A")), act.PageIn)[0].group
+    other = "b" if lost == "a" else "a"
+    moved = desk.send(ev.WorkerLost(1.0, lost, "killed"))
+    assert only(moved, act.PageIn)[0].group == other
+    assert act.Done("j") in desk.answer(moved)
+
+
+def test_a_restart_that_was_not_announced_is_a_loss() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("a", "A"))
+    again = desk.send(ev.WorkerUp(1.0, "g", 4))
+    assert only(again, act.PageIn)
+    assert only(again, act.Serve) == [act.Serve("a", "g")]
+
+
+def test_a_request_cancelled_on_a_group_that_is_lost_ends_there() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("a", "A"))
+    assert desk.send(ev.Cancelled(1.0, "a")) == [act.Cancel("a", "g")]
+    assert desk.send(ev.Cancelled(1.0, "a")) == []
+    assert only(desk.send(ev.WorkerLost(2.0, "g", "killed")), act.Fail)[0].id == "a"
+    assert desk.core.unfinished == 0
+
+
+# ---- time
+
+
+def test_a_request_that_waits_too_long_fails_and_somebody_is_woken_for_it() -> None:
+    desk = Desk(g=3)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    assert only(desk.arrive("b", "B", patience=2.0), act.WakeAt) == [act.WakeAt(2.0)]
+    (failed,) = only(desk.at(2.0), act.Fail)
+    assert (failed.id, failed.reason) == ("b", "timeout")
+
+
+def test_a_pinned_model_is_loaded_again_by_itself_after_a_failure() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    (page_in,) = only(desk.send(ev.Pinned(0.0, "j", "A")), act.PageIn)
+    failed = desk.send(ev.PageInFailed(0.0, "g", "A", page_in.epoch, "short read"))
+    assert only(failed, act.WakeAt) == [act.WakeAt(1.0)]
+    view = desk.core.model("A")
+    assert view is not None
+    assert (view.phase, view.failure, view.retry_at) == (Phase.FAILED, "short read", 1.0)
+    assert only(desk.at(1.0), act.PageIn)
+
+
+def test_a_page_out_that_fails_is_tried_five_times_and_then_the_evict_fails() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("a", "A"))
+    desk.finish("a")
+    said = desk.send(ev.EvictWanted(0.0, "j", "A"))
+    tries = 0
+    while page_outs := only(said, act.PageOut):
+        tries += 1
+        said = desk.send(ev.PageOutFailed(desk.now, "g", "A", page_outs[0].epoch, "EINVAL"))
+        said += desk.at(desk.now + CONFIG.load_backoff_max)
+    assert tries == 5
+    (failed,) = only(said, act.Fail)
+    assert "EINVAL" in failed.message
+    view = desk.core.model("A")
+    assert view is not None
+    assert (view.phase, view.failure) == (Phase.RESIDENT, "EINVAL")
+
+
+# ---- memory
+
+
+def test_kv_granted_beyond_need_is_taken_back_when_somebody_waits_for_it() -> None:
+    desk = Desk(g=8)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    assert only(desk.answer(desk.send(ev.KvWanted(0.0, "g", "A", 9))), act.GrantKv)[-1].frames == 6
+    said = desk.arrive("b", "B")
+    assert only(said, act.GrantKv)[0].frames == 3
+    assert not only(said, act.Serve)
+    assert only(desk.answer(said), act.Serve) == [act.Serve("b", "g")]
+
+
+def test_kv_is_not_given_to_a_batch_while_somebody_waits_for_memory() -> None:
+    desk = Desk(g=5)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B")
+    assert desk.send(ev.KvWanted(0.0, "g", "A", 2)) == []
+
+
+def test_what_fits_is_not_held_up_by_what_does_not() -> None:
+    desk = Desk(g=7)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5, 6, 7))
+    desk.add("C", (8, 9))
+    desk.answer(desk.arrive("a", "A"))
+    assert not only(desk.arrive("b", "B"), act.Serve)
+    assert only(desk.arrive("c", "C"), act.Serve) == [act.Serve("c", "g")]
+
+
+def test_what_is_overdue_is_not_overtaken_by_what_would_take_its_memory() -> None:
+    desk = Desk(g=7)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5, 6, 7))
+    desk.add("C", (8, 9))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B")
+    desk.at(5.0)
+    assert not only(desk.arrive("c", "C"), act.Serve)
+    assert act.Serve("b", "g") in desk.finish("a")
+
+
+def test_a_pin_that_leaves_too_little_fails_at_once_what_can_no_longer_be_served() -> None:
+    desk = Desk(g=5)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5))
+    desk.answer(desk.arrive("a", "A", kv=2))
+    desk.arrive("b", "B")
+    (failed,) = only(desk.send(ev.Pinned(0.0, "j", "A")), act.Fail)
+    assert (failed.id, failed.reason) == ("b", "no_memory")
+    assert "pinned models (A)" in failed.message
+
+
+def test_a_model_pinned_on_one_group_may_run_on_another_when_the_request_is_too_large_for_its_home() -> None:
+    desk = Desk(home=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.send(ev.Pinned(0.0, "j", "A")))
+    desk.send(ev.WorkerUp(0.0, "large", 9))
+    assert only(desk.arrive("a", "A", kv=5), act.Serve) == [act.Serve("a", "large")]
+    view = desk.core.model("A")
+    assert view is not None
+    assert {placement.group for placement in view.placements if placement.resident} == {"home"}
+
+
+# ---- coming and going
+
+
+def test_a_removed_model_finishes_what_runs_and_then_its_pages_go() -> None:
+    desk = Desk(g=5)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("b", "B", kv=1))
+    desk.answer(desk.arrive("waits", "A", kv=3))
+    removed = desk.send(ev.ModelRemoved(0.0, "A"))
+    assert [(failed.id, failed.reason) for failed in only(removed, act.Fail)] == [("waits", "removed")]
+    assert not only(desk.send(ev.ModelRemoved(0.0, "B")), act.PageOut)
+    assert only(desk.arrive("late", "B"), act.Reject)[0].reason == "model_not_found"
+    assert only(desk.finish("b"), act.PageOut)
+    assert desk.core.models() == ()
+    desk.add("B", (3, 4, 5))
+    assert only(desk.arrive("again", "B"), act.Serve)
+
+
+def test_a_draining_core_admits_nothing_and_finishes_what_it_admitted() -> None:
+    desk = Desk(g=3)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B")
+    desk.send(ev.DrainBegan(0.0))
+    assert only(desk.arrive("c", "A"), act.Reject)[0].reason == "draining"
+    assert only(desk.send(ev.LoadWanted(0.0, "j", "A")), act.Reject)[0].reason == "draining"
+    assert act.Serve("b", "g") in desk.finish("a")
+    desk.finish("b")
+    assert desk.core.unfinished == 0
+
+
+def test_a_load_on_a_full_group_waits_for_busy_models() -> None:
+    desk = Desk(g=3)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    assert not only(desk.send(ev.LoadWanted(0.0, "j", "B")), act.PageIn)
+    assert act.Done("j") in desk.finish("a")
+
+
+def test_the_same_events_give_the_same_actions() -> None:
+    def run() -> list[act.Action]:
+        desk = Desk(g=6, h=5)
+        for name, pages in {"A": (1, 2, 3), "B": (1, 4, 5), "C": (6, 7, 8, 9)}.items():
+            desk.add(name, pages)
+        said = []
+        for at in range(12):
+            desk.now = float(at)
+            said += desk.answer(desk.arrive(f"r{at}", "ABC"[at * 7 % 3], kv=at % 2 + 1))
+            if at % 3 == 2:
+                said += desk.finish(f"r{at - 2}")
+        return said
+
+    assert run() == run()

@@ -76,7 +76,8 @@ class PagedKvCache:
         self.device = elements.device
         # All distances are multiples of the unit, so tables of every row width can be indexed in it.
         unit = math.gcd(*map(row_width, layout.layers.values()))
-        self.block_stride = layout.block_bytes // layout.dtype.itemsize // unit
+        self.block_elements = layout.block_bytes // layout.dtype.itemsize
+        self.block_stride = self.block_elements // unit
         self.layers: dict[int, KvLayer] = {}
         start = 0
         for index, shape in layout.layers.items():

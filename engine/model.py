@@ -8,13 +8,13 @@ it runs the layer, by a hook on each module that the manifest has an extent for.
 from __future__ import annotations
 
 import inspect
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.architecture import DTYPES, build, freeze_rope, read_config, trace
-from engine.attention import PagedPass, current_pass
+from engine.attention import PagedPass, Pass, current_pass
 from engine.batch import StepBatch
 from engine.kv_cache import KvLayout, PagedKvCache
 from engine.views import region_bytes, view
@@ -22,6 +22,9 @@ from swapper.errors import CorruptImage, UnsupportedModel
 from swapper.frames import Region
 from swapper.header import TORCH_WORDS
 from swapper.image import Image, Manifest, Shard
+
+if TYPE_CHECKING:
+    from engine.gpu_passes import GpuPasses
 
 
 class KvCache(Protocol):
@@ -53,12 +56,18 @@ class ModelRunnerProtocol(Protocol):
     def kv_cache(self, region: Region) -> KvCache:
         """See a reserved region as this model's KV blocks. Touches no memory."""
 
+    def close(self) -> None:
+        """Give back what passes have left on the device. No pass is under way, and none will come."""
+
 
 class WeightRegion(Protocol):
     """What binding needs of a `PagedShard`: it is all about addresses."""
 
     shard: Shard
     region: Region
+
+    def is_ready(self, nbytes: int) -> bool:
+        """Whether shard bytes `[0, nbytes)` are in."""
 
 
 class BoundModel:
@@ -74,6 +83,7 @@ class BoundModel:
         self._module = module
         self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
+        self._gpu = self._gpu_passes() if self._device.type == "cuda" else None
 
     @staticmethod
     def bind(image: Image, shard: WeightRegion) -> BoundModel:
@@ -94,6 +104,8 @@ class BoundModel:
             )
         data = region_bytes(shard.region)
         _fill_own_buffers(module, data.device)
+        if data.device.type == "cuda":  # passes run on another stream
+            torch.cuda.current_stream(data.device).synchronize()
         freeze_rope(module)
         _bind_tensors(module, data, shard.shard, manifest.model)
         for extent in shard.shard.layers:
@@ -110,17 +122,34 @@ class BoundModel:
         """
         assert isinstance(kv, PagedKvCache)
         with torch.inference_mode():
-            tokens, positions = torch.tensor((batch.tokens, batch.positions), device=self._device)[:, None]
-            sampled = torch.tensor(batch.sampled, dtype=torch.long, device=self._device)
-            keep = {"logits_to_keep": sampled} if self._keeps_logits else {}
-            token = current_pass.set(PagedPass(batch, kv, gate))
-            try:
-                output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, **keep)
-            finally:
-                current_pass.reset(token)
-            logits: torch.Tensor = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
+            if self._gpu is not None:
+                logits = self._gpu.forward(batch, kv, gate)
+            else:
+                tokens, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
+                logits = self._run(tokens, positions, torch.tensor(batch.sampled, dtype=torch.long), PagedPass(batch, kv, gate))
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
+
+    def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.close()
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor, one: Pass) -> torch.Tensor:
+        """Logits of the sampled rows; `tokens` and `positions` have shape `[1, tokens]`."""
+        keep = {"logits_to_keep": sampled} if self._keeps_logits else {}
+        token = current_pass.set(one)
+        try:
+            output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, **keep)
+        finally:
+            current_pass.reset(token)
+        logits: torch.Tensor = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
+        return logits
+
+    def _gpu_passes(self) -> GpuPasses:
+        from engine.gpu_passes import GpuPasses  # needs Triton
+
+        end = max((extent.end for extent in self.weights.shard.layers), default=0)
+        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end)
 
 
 def _fill_own_buffers(module: PreTrainedModel, device: torch.device) -> None:

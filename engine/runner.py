@@ -22,6 +22,7 @@ from engine.blocks import BlockManager
 from engine.model import ModelRunnerProtocol
 from engine.request import EngineReport
 from engine.sampling import sample
+from engine.streams import pass_stream
 from engine.turn import Turn
 from swapper.errors import PageInAborted
 from swapper.pager import PagedShard
@@ -53,6 +54,7 @@ class ModelRunner:
         self._shard = shard
         self._blocks = blocks
         self._kv = model.kv_cache(blocks.region)
+        self._stream = pass_stream(torch.device(blocks.region.device))
         self._batcher = batcher
         self._turn = turn
         self._emit = emit
@@ -126,6 +128,7 @@ class ModelRunner:
             if self._thread.is_alive():
                 raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
         self._batcher.clear()
+        self._model.close()
         self._blocks.close()
 
     # ---- in the model's thread
@@ -134,7 +137,7 @@ class ModelRunner:
         torch.set_num_threads(self._compute_threads)
         patience: float | None = 0.0
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 while self._obey(patience):
                     patience = self._advance()
         except Exception as error:  # a defect of ours: requests of this model would never be answered
@@ -179,8 +182,12 @@ class ModelRunner:
             self._may_give_way = not step.is_first_for_someone
             with self._turn.taken(urgent=step.is_first_for_someone):
                 began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
-                logits = self._model.forward(step.batch, self._kv, self._at_layer)
-                sampled = sample(logits, step.rows())
+                try:
+                    logits = self._model.forward(step.batch, self._kv, self._at_layer)
+                    sampled = sample(logits, step.rows())
+                finally:
+                    if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
+                        self._stream.synchronize()
                 self.steps += 1
                 computing = time.perf_counter() - began - self._paging - self._giving_way
         finally:

@@ -18,8 +18,10 @@ works on each row for itself, so a row's token does not depend on which other ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 
@@ -48,22 +50,24 @@ class Sampled:
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled | None]:
     """The next token of each row of `logits` (`[rows, vocabulary]`, float32); None where logits are NaN or infinite.
 
-    `logits` may be written to.
+    `logits` may be written to. Everything is computed on their device, and comes back in one copy.
     """
-    highest, greedy = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
-    finite = torch.isfinite(highest).tolist()
-    tokens = greedy.tolist()
-    logprobs = [i for i, row in enumerate(rows) if row.params.logprobs is not None and finite[i]]
-    raw = torch.log_softmax(_select(logits, logprobs), dim=-1) if logprobs else None  # before _draw writes to it
+    highest, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+    finite = torch.isfinite(highest)
+    reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    raw = torch.log_softmax(_select(logits, reported), dim=-1) if reported else None  # before penalties are written
 
-    chosen = [i for i, row in enumerate(rows) if finite[i] and not _takes_the_likeliest(row.params)]
-    if chosen:
-        drawn = _draw(_select(logits, chosen), [rows[i] for i in chosen])
-        for i, token in zip(chosen, drawn, strict=True):
-            tokens[i] = token
-
-    reported = dict(zip(logprobs, _logprobs(raw, rows, tokens, logprobs), strict=True)) if raw is not None else {}
-    return [Sampled(tokens[i], reported.get(i)) if finite[i] else None for i in range(len(rows))]
+    chosen = [i for i, row in enumerate(rows) if not _takes_the_likeliest(row.params)]
+    draw = _Draw(_select(logits, chosen), [rows[i] for i in chosen]) if chosen else None
+    reached = None
+    if draw is not None:
+        drawn, reached = draw.tokens(TOP_P_PREFIX)
+        tokens = _put(tokens, chosen, drawn)
+    parts = _to_host(finite, tokens, reached, *_logprobs(raw, rows, tokens, reported))
+    if draw is not None and not all(r or not parts[0][i] for i, r in zip(chosen, parts[2], strict=True)):
+        tokens = _put(tokens, chosen, draw.tokens(logits.shape[-1])[0])
+        parts = _to_host(finite, tokens, reached, *_logprobs(raw, rows, tokens, reported))
+    return _sampled(rows, reported, parts)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -91,115 +95,163 @@ def _has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
+# ---- between host and device
+
+
+def _to_device(device: torch.device, *columns: Sequence[float]) -> list[torch.Tensor]:
+    """Numbers of the host as columns of float64, in one copy that nobody waits for."""
+    numbers = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.float64)
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    return [part.unsqueeze(1) for part in numbers.split([len(column) for column in columns])]
+
+
+def _to_host(*parts: torch.Tensor | None) -> list[list[float]]:
+    """The numbers of some tensors, in one copy; none of those that are None."""
+    sizes = [0 if part is None else part.numel() for part in parts]
+    flat = torch.cat([part.flatten().double() for part in parts if part is not None]).tolist()
+    ends = list(accumulate(sizes))
+    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
 def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Some rows: a copy, or the tensor itself where they are all of its rows."""
-    return logits if len(rows) == len(logits) else logits[list(rows)]
+    return logits if len(rows) == len(logits) else logits.index_select(0, _index(rows, logits.device))
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Tokens of rows that are not plainly greedy. Writes to `logits`."""
-    _penalise(logits, rows)
-    tokens = logits.argmax(dim=-1).tolist()  # of rows that are greedy after penalties
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if random:
-        params = [rows[i].params for i in random]
+def _put(tokens: torch.Tensor, rows: Sequence[int], new: torch.Tensor) -> torch.Tensor:
+    """Tokens with those of some rows replaced."""
+    return new if len(rows) == len(tokens) else tokens.index_copy(0, _index(rows, tokens.device), new)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    return _to_device(device, rows)[0].squeeze(1).long()
+
+
+# ---- drawing
+
+
+class _Draw:
+    """Rows that are not plainly greedy, after penalties and temperature, ready to be drawn from."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        """Writes to `logits`."""
+        _penalise(logits, rows)
+        params = [row.params for row in rows]
+        vocabulary = logits.shape[-1]
+        self._greedy = logits.argmax(dim=-1)  # for rows that are greedy after penalties
+        self._top_k = max((p.top_k for p in params if p.top_k < vocabulary), default=0)
+        self._has_top_p = any(p.top_p < 1 for p in params)
+        temperatures, self._ks, self._top_ps, self._min_ps, self._uniforms = _to_device(
+            logits.device,
+            [p.temperature for p in params],
+            [p.top_k if p.top_k < vocabulary else 0 for p in params],
+            [p.top_p for p in params],
+            [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
+            [uniform(p.seed, row.position) for p, row in zip(params, rows, strict=True)],
+        )
+        self._is_random = temperatures.squeeze(1) > 0
+        divisors = torch.where(temperatures > 0, temperatures, 1.0).to(logits.dtype)
         # The highest logit of each row becomes 0, so that no temperature, however low, makes it infinite.
-        scaled = _select(logits, random)
-        scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / _column(scaled, [p.temperature for p in params])
-        drawn = _invert(scaled, params, [uniform(rows[i].params.seed, rows[i].position) for i in random])
-        for i, token in zip(random, drawn, strict=True):
-            tokens[i] = token
-    return tokens
+        self._logits = (logits - logits.amax(dim=-1, keepdim=True)) / divisors
+        self._probabilities = torch.softmax(self._logits, dim=-1)
+
+    def tokens(self, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's token, and whether it is right: `prefix` likeliest tokens were enough for the row's top-p.
+
+        It is the token, of those that the filters keep, at which the row's mass first exceeds its uniform share of the
+        whole. With 52 bits in the uniform number, the product stays below the row's total even after rounding, so the
+        token found always has some probability.
+        """
+        floors, reached = self._floors(prefix)
+        mass = self._mass(floors)
+        drawn = torch.searchsorted(mass, self._uniforms * mass[:, -1:], right=True).squeeze(1)
+        drawn = drawn.clamp(max=mass.shape[-1] - 1)  # of a row of NaNs, which has no token
+        return torch.where(self._is_random, drawn, self._greedy), reached | ~self._is_random
+
+    def _mass(self, floors: torch.Tensor) -> torch.Tensor:
+        """Running sums of the probabilities of tokens that are not below their row's floor."""
+        return (self._probabilities * (self._logits >= floors)).cumsum(dim=-1, dtype=torch.float64)
+
+    def _floors(self, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lowest logit that each row's filters keep, as a column. The highest logit of a row is 0."""
+        floors = self._logits.new_full((len(self._logits), 1), -torch.inf)
+        reached = torch.ones_like(self._is_random)
+        if self._top_k:
+            best = self._logits.topk(self._top_k, dim=-1).values
+            floors = torch.where(self._ks > 0, best.gather(1, self._ks.long().clamp(min=1) - 1), floors)
+        if self._has_top_p:
+            lowest, enough = self._top_p_floors(floors, min(prefix, self._logits.shape[-1]))
+            uses = self._top_ps < 1
+            floors = torch.where(uses, torch.maximum(floors, lowest), floors)
+            reached = (enough | ~uses).squeeze(1)
+        # p(token) >= min_p * p(likeliest), in logits
+        return torch.maximum(floors, self._min_ps.to(floors.dtype)), reached
+
+    def _top_p_floors(self, floors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lowest logit of each row's smallest set of likeliest tokens whose mass reaches top-p, measured above
+        `floors`, and whether it does within `count` tokens (if not, the last of their logits)."""
+        wanted = self._top_ps * self._mass(floors)[:, -1:]
+        best = self._logits.topk(count, dim=-1)
+        mass = self._probabilities.gather(1, best.indices).cumsum(dim=-1, dtype=torch.float64)
+        places = torch.searchsorted(mass, wanted)
+        return best.values.gather(1, places.clamp(max=count - 1)), (places < count) | (count == self._logits.shape[-1])
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    for i, row in enumerate(rows):
-        params = row.params
-        if params.repetition_penalty != 1 and row.tokens:
-            seen = torch.tensor(row.tokens, device=logits.device)
-            values = logits[i, seen]
-            penalty = params.repetition_penalty
-            # A token seen twice is written twice with the same value.
-            logits[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if row.answer_counts and (params.presence_penalty or params.frequency_penalty):
-            answered = torch.tensor(list(row.answer_counts), device=logits.device)
-            counts = torch.tensor(list(row.answer_counts.values()), dtype=logits.dtype, device=logits.device)
-            logits[i, answered] -= params.frequency_penalty * counts + params.presence_penalty
+    seen = [(i, token, row.params.repetition_penalty) for i, row in enumerate(rows)
+            if row.params.repetition_penalty != 1 for token in row.tokens]  # fmt: skip
+    answered = [
+        (i, token, row.params.frequency_penalty * count + row.params.presence_penalty)
+        for i, row in enumerate(rows)
+        if row.params.presence_penalty or row.params.frequency_penalty
+        for token, count in (row.answer_counts or {}).items()
+    ]
+    if seen:
+        where, penalties = _places(logits, seen)
+        values = logits[where]
+        # A token seen twice is written twice with the same value.
+        logits[where] = torch.where(values > 0, values / penalties, values * penalties)
+    if answered:
+        where, losses = _places(logits, answered)
+        logits[where] -= losses
 
 
-def _column(like: torch.Tensor, values: Sequence[float], dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
+def _places(
+    logits: torch.Tensor, items: Sequence[tuple[int, int, float]]
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Rows, tokens and numbers, as an index into `logits` and a tensor of their type."""
+    rows, tokens, numbers = (column.squeeze(1) for column in _to_device(logits.device, *zip(*items, strict=True)))
+    return (rows.long(), tokens.long()), numbers.to(logits.dtype)
 
 
-def _invert(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """The token, of those that the filters keep, at which each row's mass first exceeds its uniform share of the whole.
-
-    With 52 bits in the uniform number, the product stays below the row's total even after rounding, so the token
-    found always has some probability.
-    """
-    probabilities = torch.softmax(logits, dim=-1)
-    mass = _mass(logits, probabilities, _floors(logits, probabilities, params))
-    return torch.searchsorted(mass, _column(mass, uniforms) * mass[:, -1:], right=True).squeeze(1).tolist()
-
-
-def _mass(logits: torch.Tensor, probabilities: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
-    """Running sums of the probabilities of tokens that are not below their row's floor."""
-    return (probabilities * (logits >= floors)).cumsum(dim=-1, dtype=torch.float64)
-
-
-def _floors(logits: torch.Tensor, probabilities: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The lowest logit that each row's filters keep, as a column. The highest logit of a row is 0."""
-    floors = logits.new_full((len(logits), 1), -torch.inf)
-    top_k = [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]]
-    top_p = [i for i, p in enumerate(params) if p.top_p < 1]
-    min_p = [i for i, p in enumerate(params) if p.min_p > 0]
-    if top_k:
-        floors[top_k] = _top_k_floors(_select(logits, top_k), [params[i].top_k for i in top_k])
-    if top_p:
-        some, their, floor = _select(logits, top_p), _select(probabilities, top_p), floors[top_p]
-        wanted = _column(floor, [params[i].top_p for i in top_p], torch.float64) * _mass(some, their, floor)[:, -1:]
-        floors[top_p] = torch.maximum(floor, _top_p_floors(some, their, wanted))
-    if min_p:  # p(token) >= min_p * p(likeliest), in logits
-        floors[min_p] = torch.maximum(floors[min_p], _column(floors, [params[i].min_p for i in min_p]).log())
-    return floors
-
-
-def _top_k_floors(logits: torch.Tensor, ks: Sequence[int]) -> torch.Tensor:
-    """The k-th highest logit of each row."""
-    return logits.topk(max(ks), dim=-1).values.gather(1, _column(logits, ks, torch.int64) - 1)
-
-
-def _top_p_floors(logits: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The lowest logit of each row's smallest set of likeliest tokens whose mass reaches what is wanted."""
-    vocabulary = logits.shape[-1]
-    count = min(TOP_P_PREFIX, vocabulary)
-    floors, reached = _floors_among_best(logits, probabilities, wanted, count)
-    short = [i for i, ok in enumerate(reached) if not ok] if count < vocabulary else []
-    if short:
-        # Sorting more finds the same values in the same places, so which way a row goes does not change its result.
-        floors[short] = _floors_among_best(logits[short], probabilities[short], wanted[short], vocabulary)[0]
-    return floors
-
-
-def _floors_among_best(
-    logits: torch.Tensor, probabilities: torch.Tensor, wanted: torch.Tensor, count: int
-) -> tuple[torch.Tensor, list[bool]]:
-    """The logit at which each row's mass, summed from the likeliest token down, reaches `wanted`, and whether it does
-    within `count` tokens (if not, the last of their logits)."""
-    best = logits.topk(count, dim=-1)
-    mass = probabilities.gather(1, best.indices).cumsum(dim=-1, dtype=torch.float64)
-    places = torch.searchsorted(mass, wanted)
-    return best.values.gather(1, places.clamp(max=count - 1)), (places < count).squeeze(1).tolist()
+# ---- results
 
 
 def _logprobs(
-    raw: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sequence[int], wanted: Sequence[int]
-) -> list[TokenLogprob]:
-    """The report of each of the `wanted` rows, whose log-probabilities are the rows of `raw`."""
-    chosen = raw.gather(1, _column(raw, [tokens[i] for i in wanted], torch.int64)).squeeze(1).tolist()
-    counts = [min(rows[i].params.logprobs or 0, raw.shape[-1]) for i in wanted]
-    best = raw.topk(max(counts), dim=-1)
-    return [
-        TokenLogprob(logprob, dict(zip(ids[:count], values[:count], strict=True)))
-        for logprob, count, ids, values in zip(chosen, counts, best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
+    raw: torch.Tensor | None, rows: Sequence[SamplingRow], tokens: torch.Tensor, reported: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """Of the `reported` rows, whose log-probabilities are the rows of `raw`: that of the token, and the likeliest."""
+    if raw is None:
+        return ()
+    chosen = raw.gather(1, (tokens if len(reported) == len(rows) else tokens[_index(reported, raw.device)])[:, None])
+    best = raw.topk(_alternatives(rows, reported, raw.shape[-1]), dim=-1)
+    return chosen, best.indices, best.values
+
+
+def _alternatives(rows: Sequence[SamplingRow], reported: Sequence[int], vocabulary: int) -> int:
+    return max(min(rows[i].params.logprobs or 0, vocabulary) for i in reported)
+
+
+def _sampled(
+    rows: Sequence[SamplingRow], reported: Sequence[int], parts: Sequence[Sequence[float]]
+) -> list[Sampled | None]:
+    finite, tokens, _reached, *logprobs = parts
+    logs: dict[int, TokenLogprob] = {}
+    if reported:
+        chosen, ids, values = logprobs
+        width = len(ids) // len(reported)
+        for place, i in enumerate(reported):
+            likeliest = range(place * width, place * width + min(rows[i].params.logprobs or 0, width))
+            logs[i] = TokenLogprob(chosen[place], {int(ids[n]): values[n] for n in likeliest})
+    return [Sampled(int(tokens[i]), logs.get(i)) if finite[i] else None for i in range(len(rows))]

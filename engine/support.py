@@ -197,6 +197,9 @@ class MemoryShard:
         self._memory[self._loaded : nbytes] = torch.frombuffer(data, dtype=torch.uint8)
         self._loaded = nbytes
 
+    def is_ready(self, nbytes: int) -> bool:
+        return nbytes <= self._loaded
+
 
 def _nan_bytes(nbytes: int) -> torch.Tensor:
     return torch.full((nbytes,), 0xFF, dtype=torch.uint8)

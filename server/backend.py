@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 
+from blake3 import blake3
+
 from scheduler.core.config import CoreConfig
 from scheduler.interface import Observer
 from scheduler.live import LiveScheduler
 from server.config import Config
 from swapper.errors import WorkerError
+from swapper.tier_arena import remove_arena
 from worker.client import WorkerClient
 from worker.cluster import Cluster
 from worker.group import Worker, WorkerGroup
@@ -24,10 +27,11 @@ class RayBackend:
 
     def __init__(self, config: Config, observer: Observer) -> None:
         self._ray_address = config.cluster.ray_address
+        self._spec = worker_spec(config)
         self._cluster: Cluster | None = None
         group = WorkerGroup(
             GROUP,
-            [worker_spec(config)],
+            [self._spec],
             self._make_worker,
             heartbeat_timeout=config.timeouts.heartbeat,
             stall_timeout=config.timeouts.stall,
@@ -40,10 +44,11 @@ class RayBackend:
         await self.scheduler.start()
 
     async def stop(self) -> None:
-        """Returns once the workers are gone, and with them a private Ray."""
+        """Returns once the workers are gone, and with them a private Ray and the host tier's memory."""
         await self.scheduler.stop()
         if self._cluster is not None:
             await self._cluster.stop()
+        remove_arena(self._spec.tier_name)
 
     def _make_worker(self, spec: WorkerSpec) -> Worker:
         if self._cluster is None:
@@ -58,6 +63,10 @@ def worker_spec(config: Config) -> WorkerSpec:
         rank=0,
         frames=config.memory.frames,
         page_bytes=config.memory.page,
+        device=cluster.device,
+        pool_share=config.memory.gpu_share,
+        tier_bytes=config.memory.host_tier,
+        tier_name=f"{blake3(str(config.store.resolve()).encode()).hexdigest(8)}-{GROUP}-0",
         verify=cluster.verify,
         reader=cluster.reader,
         read_threads=cluster.read_threads,

@@ -70,6 +70,7 @@ class Catalog:
         self._found: dict[str, Found] = {}  # by the last look at the store
         self._refreshing = asyncio.Lock()
         self._warming: set[asyncio.Task[None]] = set()
+        self._workers_up = asyncio.Event()
 
     def aliases(self, name: str) -> tuple[str, ...]:
         return self._configs[name].aliases if name in self._configs else ()
@@ -174,7 +175,8 @@ class Catalog:
         logger.info("Model %s was removed from the store", name)
 
     async def _warm(self, model: CatalogModel) -> None:
-        """What the configuration wants of a model from the start."""
+        """What the configuration wants of a model from the start. Before workers are up, no pin could be promised."""
+        await self._workers_up.wait()
         try:
             if model.config.pinned:
                 await self._scheduler.pin(model.name)
@@ -183,6 +185,9 @@ class Catalog:
         except Refused as refusal:
             wish = "pinned" if model.config.pinned else "preloaded"
             logger.error("Model %s could not be %s as configured: %s", model.name, wish, refusal)
+
+    def workers_are_up(self) -> None:
+        self._workers_up.set()
 
     async def settled(self) -> None:
         """Return once what is configured to be in memory is in, or was refused."""

@@ -9,11 +9,21 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import psutil
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -44,6 +54,13 @@ def parse_size(value: object) -> object:
     if match[2] == "%":
         return int(float(match[1]) * available_memory() / 100)
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _share(value: object) -> float | None:
+    if value is None:
+        return GPU_POOL_SHARE
+    text = value.strip() if isinstance(value, str) else ""
+    return min(1.0, float(text[:-1]) / 100) if text.endswith("%") else None
 
 
 def available_memory() -> int:
@@ -81,11 +98,27 @@ class ServerConfig(Section):
     tokenizer_threads: int = Field(default=2, ge=1, le=64)
 
 
+GPU_POOL_SHARE = 0.8
+"""Of a GPU's free memory, where `memory.pool` is left to us. The rest is for activations, graphs and libraries."""
+
+
 class MemoryConfig(Section):
-    """The frame pool of each worker."""
+    """The frame pool of each worker, and its host tier. On a GPU, a share is of what is free there (by default 80%)."""
 
     pool: Size = Field(default="50%", ge=GRANULE_BYTES)  # type: ignore[assignment]  # validated, so it ends as an int
     page: Size = Field(default=DEFAULT_PAGE_BYTES, ge=GRANULE_BYTES)
+    host_tier: Size = Field(default=0, ge=0, description="shared memory that keeps pages near a GPU; 0 turns it off")
+
+    _pool_share: float | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_share(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """How much memory a GPU has is known to its worker alone, so that is told the share."""
+        config = validate(value)
+        if isinstance(value, dict):
+            config._pool_share = _share(value.get("pool"))
+        return config
 
     @model_validator(mode="after")
     def _whole_pages(self) -> MemoryConfig:
@@ -99,14 +132,20 @@ class MemoryConfig(Section):
     def frames(self) -> int:
         return self.pool // self.page
 
+    @property
+    def gpu_share(self) -> float | None:
+        """The share of a GPU's free memory that makes the pool; None where the pool has a size."""
+        return self._pool_share
+
 
 class ClusterConfig(Section):
     """The workers and how they are started."""
 
     ray_address: str | None = Field(default=None, description="join this Ray; otherwise a private one is started")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     verify: bool = Field(default=False, description="check the hash of every page that is read")
-    reader: Literal["pread", "kvikio"] = "pread"
-    read_threads: int = Field(default=4, ge=1, le=256)
+    reader: Literal["auto", "pread", "kvikio"] = Field(default="auto", description="auto: kvikio on a GPU, else pread")
+    read_threads: int | None = Field(default=None, ge=1, le=256, description="by default 16 on a GPU, else 4")
     compute_threads: int | None = Field(default=None, ge=1, description="by default one less than there are cores")
     max_batch_tokens: int = Field(default=512, ge=16)
     max_batch_sequences: int = Field(default=64, ge=1)

@@ -112,6 +112,7 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
         done, _ = await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting in done:
             starting.result()
+            catalog.workers_are_up()
             signals.listen()  # again: starting Ray has put a handler of its own over ours
             print(f"gswapd is serving at {url_of(listener)}", flush=True)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@
     │   ├── StoreBusy         another `add`, `rm` or `gc` holds the store's lock
     │   └── CorruptImage      manifest or shard file does not parse, or is shorter than it says
     ├── OutOfFrames           the frame pool is empty
+    ├── DeviceError           the GPU's driver refused a call
     ├── ReadError             bytes did not arrive: I/O error or short read
     │   └── HashMismatch      bytes arrived and are not the ones that were packed
     ├── PageInAborted         a wait for pages ended because its page-in failed or was given up
@@ -54,6 +55,10 @@ class CorruptImage(StoreError):
 
 class OutOfFrames(GswapdError):
     """The frame pool has no free frame."""
+
+
+class DeviceError(GswapdError):
+    """The GPU's driver refused a call."""
 
 
 class ReadError(GswapdError):

@@ -5,8 +5,8 @@ for as long as a model is known, whose pages have a frame behind them or fault. 
 start; paging maps and unmaps them, so addresses never change and nothing ever fragments.
 
 `FramePool` is what everything above is written against. `HostFramePool` (`swapper/host_frames.py`) implements
-it in host memory, with the same semantics as CUDA's virtual memory. `FrameTable` is the part that every pool
-needs: which frames are free, and how many hold the others.
+it in host memory, `CudaFramePool` (`swapper/cuda_frames.py`) on a GPU, both over the books of
+`swapper/base_pool.py`. `FrameTable` is the part that counts: which frames are free, and how many hold the others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,14 @@ class FramePool(Protocol):
     def unmap(self, region: Region, page: int, count: int = 1) -> None:
         """Take the frames from behind `count` pages, all or none; touching them faults again.
 
+        On a GPU, work that was submitted before is waited for, whatever stream it is in: it may touch those pages.
         References stay the caller's. Raises ValueError if a page has no frame.
+        """
+
+    def peek(self, address: int, nbytes: int) -> memoryview:
+        """At most a page of mapped bytes, to be looked at and not written to.
+
+        On a GPU it is a copy, which the same thread's next `peek` overwrites.
         """
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
-"""Hashes of a shard's granules, computed from a stream of its data."""
+"""Hashes of granules, computed from a stream of data or from memory, and the identity of a page, made of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from blake3 import blake3
 
@@ -34,3 +36,15 @@ class GranuleHasher:
         self._digests.append(self._current.hexdigest())
         self._current = blake3()
         self._filled = 0
+
+
+def page_identity(granules: Iterable[str]) -> str:
+    """What a page is known by: the hash of its granules' hex digests."""
+    return blake3("".join(granules).encode()).hexdigest()
+
+
+def identity_of(page: memoryview) -> str:
+    """The identity of the page that holds these bytes."""
+    return page_identity(
+        blake3(page[start : start + GRANULE_BYTES]).hexdigest() for start in range(0, len(page), GRANULE_BYTES)
+    )

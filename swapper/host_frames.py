@@ -18,22 +18,24 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 
 import psutil
 
 from swapper import libc
+from swapper.base_pool import BasePool
 from swapper.errors import ConfigError, OutOfFrames
-from swapper.frames import Frame, FrameTable, Region
-from swapper.geometry import DATA_ALIGNMENT, pages
+from swapper.frames import Frame
+from swapper.geometry import DATA_ALIGNMENT
 
 _CGROUP = Path("/sys/fs/cgroup")
 _RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 
 
-class HostFramePool(FrameTable):
+class HostFramePool(BasePool):
     """A `FramePool` of host memory."""
+
+    device = "cpu"
 
     def __init__(self, frames: int, page_bytes: int) -> None:
         """Raises ConfigError if the memory is not there, or the page size is not a multiple of 4,096."""
@@ -41,39 +43,29 @@ class HostFramePool(FrameTable):
             raise ConfigError(f"The page size must be a multiple of {DATA_ALIGNMENT} bytes, not {page_bytes}.")
         if frames <= 0:
             raise ConfigError(f"A frame pool needs at least one frame, not {frames}.")
-        super().__init__(frames)
-        self.frames = frames
-        self.page_bytes = page_bytes
+        super().__init__(frames, page_bytes)
         self._fd = _allocate(frames * page_bytes)
-        self._regions: dict[Region, set[int]] = {}  # region → its mapped pages
-        self._regions_lock = threading.Lock()
 
-    def reserve(self, nbytes: int) -> Region:
-        nbytes = max(1, pages(nbytes, self.page_bytes)) * self.page_bytes
-        region = Region(libc.mmap(0, nbytes, libc.PROT_NONE, _RESERVED), nbytes, "cpu")
-        with self._regions_lock:
-            self._regions[region] = set()
-        return region
+    def peek(self, address: int, nbytes: int) -> memoryview:
+        return libc.view(address, nbytes)
 
-    def unreserve(self, region: Region) -> None:
-        with self._regions_lock:
-            if mapped := self._mapped(region):
-                raise ValueError(f"A region was given back while {len(mapped)} of its pages were mapped.")
-            del self._regions[region]
-        libc.munmap(region.address, region.nbytes)
+    def close(self) -> None:
+        for region, _ in self._forget_regions():
+            libc.munmap(region.address, region.nbytes)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
-    def map(self, region: Region, page: int, frame: Frame) -> None:
-        if frame.references <= 0:
-            raise ValueError(f"Frame {frame.index} was mapped, but nothing holds it.")
-        with self._regions_lock:
-            mapped = self._mapped(region)
-            self._check_inside(region, page, 1)
-            if page in mapped:
-                raise ValueError(f"Page {page} of a region was mapped twice.")
-            mapped.add(page)
+    def _reserve(self, nbytes: int) -> int:
+        return libc.mmap(0, nbytes, libc.PROT_NONE, _RESERVED)
+
+    def _unreserve(self, address: int, nbytes: int) -> None:
+        libc.munmap(address, nbytes)
+
+    def _map(self, address: int, frame: Frame) -> None:
         try:
             libc.mmap(
-                region.address + page * self.page_bytes,
+                address,
                 self.page_bytes,
                 libc.PROT_READ | libc.PROT_WRITE,
                 libc.MAP_SHARED | libc.MAP_FIXED | libc.MAP_POPULATE,
@@ -81,49 +73,15 @@ class HostFramePool(FrameTable):
                 frame.index * self.page_bytes,
             )
         except OSError as error:
-            with self._regions_lock:
-                mapped.discard(page)
             raise OutOfFrames(
                 f"A frame cannot be mapped ({error.strerror}); the system may be out of memory or out of mappings: "
                 "see vm.max_map_count."
             ) from error
 
-    def unmap(self, region: Region, page: int, count: int = 1) -> None:
-        run = range(page, page + count)
-        with self._regions_lock:
-            mapped = self._mapped(region)
-            self._check_inside(region, page, count)
-            if not mapped.issuperset(run):
-                raise ValueError(f"Pages [{page}, {page + count}) of a region were unmapped, but not all were mapped.")
+    def _unmap(self, address: int, count: int) -> None:
         # One call for the whole run: the kernel does it all or not at all, and a thread that competes for the GIL
         # with a busy neighbour waits for it once and not once a page.
-        libc.mmap(
-            region.address + page * self.page_bytes,
-            count * self.page_bytes,
-            libc.PROT_NONE,
-            _RESERVED | libc.MAP_FIXED,
-        )
-        with self._regions_lock:
-            mapped.difference_update(run)
-
-    def close(self) -> None:
-        with self._regions_lock:
-            for region in self._regions:
-                libc.munmap(region.address, region.nbytes)
-            self._regions.clear()
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-
-    def _mapped(self, region: Region) -> set[int]:
-        try:
-            return self._regions[region]
-        except KeyError:
-            raise ValueError("The region is not one of this pool's, or was given back.") from None
-
-    def _check_inside(self, region: Region, page: int, count: int) -> None:
-        if not (count > 0 and page >= 0 and (page + count) * self.page_bytes <= region.nbytes):
-            raise ValueError(f"Pages [{page}, {page + count}) are not inside a region of {region.nbytes} bytes.")
+        libc.mmap(address, count * self.page_bytes, libc.PROT_NONE, _RESERVED | libc.MAP_FIXED)
 
 
 def _allocate(nbytes: int) -> int:

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from blake3 import blake3
-
 from swapper.errors import CorruptImage
 from swapper.geometry import DATA_ALIGNMENT, GRANULE_BYTES, pages
+from swapper.granules import page_identity
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -72,10 +71,7 @@ class Shard:
         if page_bytes <= 0 or page_bytes % GRANULE_BYTES:
             raise ValueError(f"page size {page_bytes} is not a multiple of {GRANULE_BYTES} bytes")
         step = page_bytes // GRANULE_BYTES
-        return tuple(
-            blake3("".join(self.granules[i : i + step]).encode()).hexdigest()
-            for i in range(0, len(self.granules), step)
-        )
+        return tuple(page_identity(self.granules[i : i + step]) for i in range(0, len(self.granules), step))
 
 
 @dataclass(frozen=True, slots=True)

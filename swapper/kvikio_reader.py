@@ -3,11 +3,17 @@
 kvikio cuts each read into tasks for its own thread pool and hands out futures of its own, which can only be waited
 for. So each read in flight is waited for by a thread of ours, without the GIL. It reads to GPU or host addresses,
 and needs the CUDA driver (`libcuda.so.1`) for both.
+
+Through bounce buffers, what the page cache holds is read from there and anything else with `O_DIRECT`, as `PreadReader`
+does. kvikio has one switch for that, which a task looks at when it begins: pages of both kinds at once may be read the
+slower way, never wrongly.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +22,8 @@ from typing import Any
 
 from swapper import libc
 from swapper.errors import ConfigError, ReadError
+from swapper.gds import has_gds
+from swapper.page_cache import CacheProbe
 from swapper.readers import ReadResult
 
 TASK_BYTES = 8 << 20
@@ -34,20 +42,28 @@ class KvikioReader:
         self._kvikio = _load()
         self._device = device
         # Compatibility mode is never forced OFF: without a driver kvikio then hangs. AUTO takes GDS if it works.
-        self._kvikio.defaults.set({"num_threads": threads, "task_size": TASK_BYTES})
-        self.source = "gds" if device != "cpu" and _has_gds(self._kvikio) else "posix"
+        self._kvikio.defaults.set({"num_threads": threads, "task_size": TASK_BYTES, "bounce_buffer_size": TASK_BYTES})
+        self.source = "gds" if device != "cpu" and has_gds(self._kvikio) else "posix"
+        self._direct: bool | None = None  # kvikio's switch, as far as we know
+        self._switch = threading.Lock()
         self._waiters = ThreadPoolExecutor(waiters, thread_name_prefix="kvikio")
 
     def open(self, path: Path) -> KvikioFile:
         try:
-            file = self._kvikio.CuFile(path, "r")
+            return KvikioFile(path, self._kvikio.CuFile(path, "r"), self)
         except (OSError, RuntimeError) as error:
             raise ReadError(f"{path} cannot be opened by kvikio: {error}") from error
-        return KvikioFile(path, file, self)
 
     def submit(self, file: KvikioFile, offset: int, address: int, nbytes: int) -> Future[ReadResult]:
         memory = libc.view(address, nbytes) if self._device == "cpu" else _DeviceMemory(address, nbytes)
         return self._waiters.submit(file.read_now, offset, memory, nbytes)
+
+    def read_directly(self, direct: bool) -> None:
+        """Have tasks that begin from now on read past the page cache, or through it."""
+        with self._switch:
+            if direct != self._direct:
+                self._kvikio.defaults.set("auto_direct_io_read", direct)
+                self._direct = direct
 
     def close(self) -> None:
         self._waiters.shutdown()
@@ -60,6 +76,11 @@ class KvikioFile:
         self._path = path
         self._file = file
         self._reader = reader
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._cache = CacheProbe(fd)
+        finally:
+            os.close(fd)
 
     def read(self, offset: int, address: int, nbytes: int) -> Future[ReadResult]:
         return self._reader.submit(self, offset, address, nbytes)
@@ -67,6 +88,8 @@ class KvikioFile:
     def read_now(self, offset: int, memory: memoryview | _DeviceMemory, nbytes: int) -> ReadResult:
         begun = time.perf_counter()
         try:
+            if self._reader.source == "posix":
+                self._reader.read_directly(not self._cache.holds(offset, nbytes))
             got = self._file.pread(memory, nbytes, offset).get()
         except (OSError, RuntimeError) as error:
             raise ReadError(f"{self._path} cannot be read at offset {offset} by kvikio: {error}") from error
@@ -78,6 +101,7 @@ class KvikioFile:
         return ReadResult(self._reader.source, nbytes, time.perf_counter() - begun)
 
     def close(self) -> None:
+        self._cache.close()
         self._file.close()
 
 
@@ -107,13 +131,3 @@ def _load() -> ModuleType:
         ) from error
     module: ModuleType = kvikio
     return module
-
-
-def _has_gds(kvikio: ModuleType) -> bool:
-    """Whether GPUDirect Storage is in effect, and not its compatibility mode."""
-    if kvikio.defaults.is_compat_mode_preferred():
-        return False
-    try:
-        return bool(kvikio.cufile_driver.get("is_gds_available"))
-    except RuntimeError:  # there is no cuFile library, or no driver for it
-        return False

@@ -1,4 +1,4 @@
-"""The few calls into the C library that Python's own modules do not offer: `mmap` at a given address, and `mincore`.
+"""The few calls into the C library that Python's own modules do not offer: `mmap` at a given address and its like.
 
 They go through `ctypes.CDLL`, which lets go of the GIL for the length of a call, and raise OSError with the
 kernel's reason.
@@ -30,7 +30,10 @@ _libc.mmap.argtypes = (
     ctypes.c_int64,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+MADV_POPULATE_WRITE = 23
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -46,6 +49,12 @@ def mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, o
 def munmap(address: int, nbytes: int) -> None:
     if _libc.munmap(address, nbytes):
         raise _error("munmap")
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Put memory behind all of a mapping now, as writing to each page of it would (Linux 5.14)."""
+    if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
+        raise _error("madvise")
 
 
 def mincore(address: int, nbytes: int) -> bytes:

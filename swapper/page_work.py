@@ -3,7 +3,7 @@
 `next_work` hands out one piece of work; whoever has done it says so with `arrived`, `lost`, or `taken_apart`. The
 pager's lock is held around every call. Work comes in this order: tell who asked how a page-in ended; map pages that
 waited for another page's read; take failed shards apart; then pages, oldest page-in first, each shard's in order, with
-at most `depth` of them being read.
+at most `depth` of them being read. While none is being read, pages that came from storage are saved to the host tier.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from swapper.contents import Content, ContentTable
+from swapper.contents import Content, ContentKey, ContentTable
 from swapper.errors import OutOfFrames
 from swapper.frames import FramePool
 from swapper.paged_shard import PagedShard, PageIn, PageInResult, PageTask
@@ -50,7 +51,27 @@ class Read:
     content: Content[PageTask]
 
 
-Work = Tell | TakeApart | Alias | Read
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy a page that is in to the host tier. Nobody waits for it."""
+
+    shard: PagedShard
+    page: int
+    content: Content[PageTask]
+
+
+Work = Tell | TakeApart | Alias | Read | Save
+
+SAVES_AT_ONCE = 2
+"""Enough to keep a copy engine busy, and few enough to be out of the way when a page-in is asked for."""
+
+
+class SavedPages(Protocol):
+    """What the tables ask the host tier."""
+
+    slots: int
+
+    def wants(self, key: ContentKey) -> bool: ...
 
 
 class PageWork:
@@ -60,8 +81,12 @@ class PageWork:
     a content's waiters holds no frame.
     """
 
-    def __init__(self, pool: FramePool, depth: int) -> None:
+    def __init__(self, pool: FramePool, depth: int, tier: SavedPages | None = None) -> None:
         self._depth = depth
+        self._tier = tier
+        # Pages from storage, the latest of as many as the tier could hold.
+        self._unsaved: deque[tuple[PagedShard, int]] = deque(maxlen=tier.slots if tier is not None else 0)
+        self._saving = 0
         self._contents: ContentTable[PageTask] = ContentTable(pool)
         self._queue: deque[PageIn] = deque()  # page-ins with pages to start, oldest first
         self._again: deque[PageTask] = deque()  # pages that waited for a read that has ended
@@ -98,7 +123,7 @@ class PageWork:
             if task is None and can_read:
                 task = self._next_page()
             if task is None:
-                return None
+                return self._next_save()
             if (work := self._find_frame(task)) is not None:
                 return work
 
@@ -108,6 +133,8 @@ class PageWork:
         if isinstance(work, Read):
             work.content.ready = True
             self._end_read(work.content)
+            if source != "host":
+                self._unsaved.append((shard, task.page))
         shard.table[task.page] = work.content
         self.progress += 1
         task.job.count(source, shard.extent(task.page)[1], stages)
@@ -143,6 +170,14 @@ class PageWork:
         shard.jobs.clear()
         shard.failure = None
 
+    def saved(self, work: Save) -> None:
+        """A page's copy to the host tier has ended, well or not."""
+        self._saving -= 1
+        self._settle(work.shard)
+
+    def stop_saving(self) -> None:
+        self._unsaved.clear()
+
     def release(self, shard: PagedShard, pages: Iterable[int]) -> int:
         """Give up the holds of pages that are unmapped; returns how many frames became free."""
         return sum(self._contents.release(shard.table.pop(page)) for page in pages)
@@ -161,6 +196,17 @@ class PageWork:
                 job.next += 1
                 return PageTask(job, job.next - 1)
             self._queue.popleft()
+        return None
+
+    def _next_save(self) -> Save | None:
+        while self._tier is not None and self._unsaved and not self._reading and self._saving < SAVES_AT_ONCE:
+            shard, page = self._unsaved.popleft()
+            content = shard.table.get(page)
+            if content is None or shard.leaving or shard.failure is not None or not self._tier.wants(content.key):
+                continue
+            shard.in_flight += 1
+            self._saving += 1
+            return Save(shard, page, content)
         return None
 
     def _find_frame(self, task: PageTask) -> Alias | Read | None:
@@ -203,6 +249,6 @@ class PageWork:
 
     def _settle(self, shard: PagedShard) -> None:
         """A page of the shard is not in flight any more."""
-        shard.in_flight -= 1
+        shard.landed()
         if shard.failure is not None and shard.in_flight == 0:
             self._broken.append(shard)

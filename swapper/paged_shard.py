@@ -34,7 +34,7 @@ class PageInResult:
     first: int
     last: int  # exclusive
     seconds: float  # wall time from request to the last page
-    sources: Mapping[str, SourceBytes]  # alias, page_cache, disk, gds, posix
+    sources: Mapping[str, SourceBytes]  # alias, host, page_cache, disk, gds, posix
     stages: Mapping[str, float]
 
 
@@ -79,8 +79,8 @@ class PagedShard:
     """One shard with its region. Attributes may be read from any thread.
 
     Invariants: pages `[0, resident)` are in `table`; `table` holds every page that is mapped and read; `jobs` are in
-    page order and adjacent, the first of them starting at or below `resident`, and `in_flight` counts their pages
-    that are being mapped or read.
+    page order and adjacent, the first of them starting at or below `resident`, and `in_flight` counts pages that are
+    being mapped, read, or copied to the host tier.
     """
 
     def __init__(
@@ -155,6 +155,16 @@ class PagedShard:
         """Move the end of the resident prefix and tell those who wait for it."""
         self._resident = resident
         self._changed.notify_all()
+
+    def wait_still(self, timeout: float) -> bool:
+        """Wait until no page is in flight; returns whether that is so."""
+        return self._changed.wait_for(lambda: not self.in_flight, timeout)
+
+    def landed(self) -> None:
+        """A page is not in flight any more."""
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._changed.notify_all()
 
     def end_waits(self, reason: str) -> None:
         """Waits for pages that are not in end now, and new ones at once, until a page-in is asked for."""

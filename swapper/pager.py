@@ -5,10 +5,12 @@ in from page 0 upwards, several in flight, and leave from the tail. Readiness is
 order, so a forward pass can run layer *i* while layer *i + 1* is still being read.
 
 A page's content is known by hash before it is read. When a frame of the pool already holds those bytes, or
-is being filled with them, the page maps that frame instead of reading again (source `alias`).
+is being filled with them, the page maps that frame instead of reading again (source `alias`). Next, the host tier is
+asked (source `host`); storage comes last, and what came from there is copied to the host tier behind the page-ins.
 
 One thread of the pager takes pages in order, finds each a frame, maps it and hands it to the reader, with at most
-`depth` reads in flight. The reader's threads come back with the bytes, check their hashes and publish the page. One
+`depth` reads in flight: so it maps ahead while bytes move. The reader's threads come back with the bytes, check their
+hashes and publish the page. One
 lock guards all tables (`swapper/page_work.py`); it is never held while memory is mapped, read or hashed. What must
 follow something else (telling who asked, taking a failed shard apart) is left to the pager's thread, so it happens in
 order.
@@ -26,13 +28,17 @@ from pathlib import Path
 
 from swapper.errors import CorruptImage, GswapdError, PageInAborted, WorkerError
 from swapper.frames import FramePool
+from swapper.host_tier import HostTier
 from swapper.image import Shard
-from swapper.page_work import Alias, PageWork, Read, TakeApart, Tell, Work
+from swapper.page_work import Alias, PageWork, Read, Save, TakeApart, Tell, Work
 from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, SourceBytes
 from swapper.readers import Reader, ReadResult, ShardFile
 from swapper.verify import check_granules
 
 __all__ = ["PageInResult", "PagedShard", "Pager", "SourceBytes"]
+
+SAVE_TIMEOUT = 10.0
+"""Seconds that a page-out waits for the copy of a page to the host tier, which takes milliseconds."""
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +55,13 @@ class Pager:
         pool: FramePool,
         reader: Reader,
         *,
+        tier: HostTier | None = None,
         depth: int = 8,
         verify: bool = False,
         quiesce: Callable[[str], None] = _nothing_runs,
     ) -> None:
-        """`depth` bounds the reads in flight; `verify` checks every page that was read against the manifest's hashes.
+        """`depth` bounds the reads in flight; `verify` checks every page from storage against the manifest's hashes
+        (the host tier checks its own when it gets them).
 
         `quiesce(model)` is called when a page-in has failed, after waits for its pages have ended and before pages that
         were in are unmapped. It returns once no forward pass touches them, and must not call the pager. Pages that
@@ -61,11 +69,12 @@ class Pager:
         """
         self._pool = pool
         self._reader = reader
+        self._tier = tier
         self._verify = verify
         self._quiesce = quiesce
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # there may be work
-        self._work = PageWork(pool, depth)
+        self._work = PageWork(pool, depth, tier)
         self._shards: dict[str, PagedShard] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pager", daemon=True)
@@ -119,7 +128,7 @@ class Pager:
         """Unmap pages `[keep, resident)`; returns how many frames became free (shared ones did not).
 
         Raises ValueError while a page-in of that shard is under way. The caller has made sure that
-        nothing touches those pages any more.
+        nothing touches those pages any more; copies to the host tier are waited for.
         """
         with self._lock:
             shard = self._idle_shard(model)
@@ -129,6 +138,7 @@ class Pager:
             shard.publish(keep)
             shard.leaving = True
         try:
+            self._wait_still(shard)
             self._pool.unmap(shard.region, keep, resident - keep)
         except BaseException:  # nothing was unmapped
             with self._lock:
@@ -161,6 +171,7 @@ class Pager:
         """Give up what is under way, page everything out and stop. Raises WorkerError if reads do not come back."""
         with self._lock:
             self._stopping = True
+            self._work.stop_saving()
             for shard in self._shards.values():
                 if shard.jobs:
                     self._work.fail(shard, PageInAborted("The pager was shut down."))
@@ -200,6 +211,8 @@ class Pager:
                 self._alias(work)
             case Read():
                 self._start_read(work)
+            case Save():
+                self._save(work)
 
     def _take_apart(self, shard: PagedShard) -> None:
         self._quiesce(shard.model)
@@ -222,16 +235,31 @@ class Pager:
         start, nbytes = shard.extent(page)
         mapped = False
         try:
-            file = self._open_file(shard)
             begun = time.perf_counter()
             self._pool.map(shard.region, page, work.content.frame)
             mapped = True
             stages = {"map": time.perf_counter() - begun}
-            future = file.read(shard.shard.data_start + start, shard.region.address + start, nbytes)
+            address = shard.region.address + start
+            future = self._tier.read(work.content.key, address) if self._tier is not None else None
+            if future is None:
+                future = self._open_file(shard).read(shard.shard.data_start + start, address, nbytes)
         except (GswapdError, OSError, RuntimeError) as error:  # RuntimeError: the reader was closed
             self._lost(work, error, unmap=mapped)
         else:
             future.add_done_callback(partial(self._read_back, work, stages))
+
+    def _save(self, work: Save) -> None:
+        assert self._tier is not None
+        address = work.shard.region.address + work.shard.extent(work.page)[0]
+        try:
+            copy = self._tier.fill(work.content.key, address)
+        except (GswapdError, RuntimeError) as error:  # RuntimeError: the tier was closed
+            log.warning("A page of %s was not saved to the host tier: %s", work.shard.model, error)
+            copy = None
+        if copy is None:
+            self._saved(work)
+        else:
+            copy.add_done_callback(lambda _: self._saved(work))
 
     def _open_file(self, shard: PagedShard) -> ShardFile:
         """Opened for each run of page-ins: idle models hold no descriptors, and a repaired file is found."""
@@ -255,10 +283,11 @@ class Pager:
         try:
             read = future.result()
             stages["read"] = read.seconds
-            if self._verify:
+            if self._verify and read.source != "host":
                 begun = time.perf_counter()
                 start, nbytes = shard.extent(work.task.page)
-                check_granules(shard.shard, shard.path, start, shard.region.address + start, nbytes)
+                memory = self._pool.peek(shard.region.address + start, nbytes)
+                check_granules(shard.shard, shard.path, start, memory)
                 stages["verify"] = time.perf_counter() - begun
         except Exception as error:  # noqa: BLE001 - whatever ended the read, the page-in ends with it
             self._lost(work, error, unmap=True)
@@ -278,6 +307,16 @@ class Pager:
         with self._lock:
             self._work.lost(work, error)
             self._changed.notify()
+
+    def _saved(self, work: Save) -> None:
+        with self._lock:
+            self._work.saved(work)
+            self._changed.notify()
+
+    def _wait_still(self, shard: PagedShard) -> None:
+        with self._lock:
+            if not shard.wait_still(SAVE_TIMEOUT):
+                raise WorkerError(f"A page of {shard.model} is still being copied to the host tier.")
 
     def _shard(self, model: str) -> PagedShard:
         try:

@@ -3,12 +3,6 @@
 A range that the page cache holds is read through it. Any other range is read with `O_DIRECT`, past the cache: a
 page-in of gigabytes would push everything useful out of it and copy each byte once more. Where the file system has
 no `O_DIRECT`, all reads are buffered.
-
-Whether the cache holds a range is asked with `mincore`. A trial `preadv2` with `RWF_NOWAIT`
-starts the kernel's read-ahead, which fills the cache with what was to be kept out of it, and tmpfs refuses it;
-`cachestat` is quicker (1.5 µs instead of 13 for 2 MiB, which takes 300 to read) but needs Linux 6.5. The kernel
-tells the truth to the file's owner and to those who may write it; to others it says that everything is cached, and
-then reads are buffered.
 """
 
 from __future__ import annotations
@@ -21,9 +15,8 @@ from pathlib import Path
 
 from swapper import libc
 from swapper.errors import ReadError
+from swapper.page_cache import CacheProbe
 from swapper.readers import ReadResult
-
-_MEMORY_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class PreadReader:
@@ -43,7 +36,7 @@ class PreadReader:
 
 
 class PreadFile:
-    """One open shard file: two descriptors, and a mapping that is never touched, for `mincore`."""
+    """One open shard file: a descriptor each for buffered and for direct reads."""
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
         self._path = path
@@ -51,8 +44,7 @@ class PreadFile:
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._direct: int | None = None
         try:
-            self._size = os.fstat(self._buffered).st_size
-            self._mapping = libc.mmap(0, max(1, self._size), libc.PROT_READ, libc.MAP_SHARED, self._buffered)
+            self._cache = CacheProbe(self._buffered)
         except OSError:
             os.close(self._buffered)
             raise
@@ -62,18 +54,14 @@ class PreadFile:
         return self._threads.submit(self._read, offset, address, nbytes)
 
     def close(self) -> None:
-        libc.munmap(self._mapping, max(1, self._size))
+        self._cache.close()
         os.close(self._buffered)
         if self._direct is not None:
             os.close(self._direct)
 
     def is_cached(self, offset: int, nbytes: int) -> bool:
         """Whether the page cache holds all of a range of the file."""
-        start = offset // _MEMORY_PAGE * _MEMORY_PAGE
-        end = min(offset + nbytes, self._size)
-        if end <= start:
-            return False
-        return 0 not in libc.mincore(self._mapping + start, end - start)
+        return self._cache.holds(offset, nbytes)
 
     def _read(self, offset: int, address: int, nbytes: int) -> ReadResult:
         begun = time.perf_counter()

@@ -7,19 +7,17 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from swapper import libc
 from swapper.errors import HashMismatch
 from swapper.geometry import GRANULE_BYTES
 from swapper.image import Image, Progress, Shard
 
 
-def check_granules(shard: Shard, path: Path, start: int, address: int, nbytes: int) -> None:
-    """Raise HashMismatch unless memory at `address` holds data bytes `[start, start + nbytes)` of a shard.
+def check_granules(shard: Shard, path: Path, start: int, memory: memoryview) -> None:
+    """Raise HashMismatch unless `memory` holds the data bytes of a shard from `start` on.
 
     `start` is a granule's start. `path` is for the message.
     """
-    memory = libc.view(address, nbytes)
-    for offset in range(0, nbytes, GRANULE_BYTES):
+    for offset in range(0, len(memory), GRANULE_BYTES):
         granule = (start + offset) // GRANULE_BYTES
         if blake3(memory[offset : offset + GRANULE_BYTES]).hexdigest() != shard.granules[granule]:
             at = shard.data_start + start + offset

@@ -7,8 +7,11 @@ and notices that one must be, is the group (`worker/group.py`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -25,6 +28,10 @@ START_TIMEOUT = 120.0
 
 KILL_TIMEOUT = 10.0
 
+GPU_PACKAGES = ("cuda.bindings", "kvikio")
+
+logger = logging.getLogger(__name__)
+
 
 class WorkerClient:
     def __init__(self, cluster: Cluster, spec: WorkerSpec) -> None:
@@ -37,13 +44,15 @@ class WorkerClient:
     async def start(self) -> WorkerReady:
         """Start the process and its shard. Raises WorkerError with the reason when that fails."""
         name = f"worker {self.spec.group}/{self.spec.rank}"
+        self.spec = spec = replace(self.spec, device=_device(self.spec.device, self._cluster.has_gpu))
         try:
             async with asyncio.timeout(START_TIMEOUT):
                 self._actor = (
                     actor_class(self.spec.group, self.spec.rank)
                     .options(
                         # A private Ray has nothing to share out; a joined one must know what we take.
-                        num_cpus=0 if self._cluster.is_private else self.spec.compute_threads,
+                        num_cpus=0 if self._cluster.is_private else spec.compute_threads,
+                        num_gpus=1 if spec.device == "cuda" else 0,
                     )
                     .remote()
                 )
@@ -51,12 +60,12 @@ class WorkerClient:
                 if node == self._cluster.node:
                     with suppress(psutil.NoSuchProcess):  # died at once: `open` will say so
                         self._process = psutil.Process(self.pid)
-                ready: WorkerReady = await self._actor.open.remote(self.spec)
+                ready: WorkerReady = await self._actor.open.remote(spec)
                 return ready
         except TimeoutError:
             raise WorkerError(
                 f"{name} did not start within {START_TIMEOUT:.0f} s; the cluster may lack the "
-                f"{self.spec.compute_threads} free CPUs it asks for"
+                f"{spec.compute_threads} free CPUs {'or the GPU ' if spec.device == 'cuda' else ''}it asks for"
             ) from None
         except RayError as error:
             raise WorkerError(f"{name} could not start: {_reason(error)}") from error
@@ -93,6 +102,26 @@ class WorkerClient:
         """Return once Ray says that the actor is dead, wherever it was."""
         with suppress(RayActorError):
             await self._actor.identify.remote()
+
+
+def _device(wanted: str, has_gpu: bool) -> str:
+    """What `auto` means here; anything else means what it says."""
+    if wanted != "auto" or not has_gpu:
+        return "cpu" if wanted == "auto" else wanted
+    if missing := [package for package in GPU_PACKAGES if not _is_installed(package)]:
+        logger.warning(
+            "There is a GPU, but %s is not installed: workers use the CPU. Install it with: pip install 'gswapd[gpu]'",
+            " and ".join(missing),
+        )
+        return "cpu"
+    return "cuda"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package that it is part of
+        return False
 
 
 def _kill(process: psutil.Process) -> None:

@@ -45,10 +45,11 @@ _environment_lock = threading.Lock()
 class Cluster:
     """A running Ray. Made by `start`; one a process, as Ray has it."""
 
-    def __init__(self, thread: ThreadPoolExecutor, private: PrivateRay | None, node: str) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, private: PrivateRay | None, node: str, has_gpu: bool) -> None:
         self._thread = thread
         self._private = private
         self.node = node  # Ray's id of the node the daemon itself is on
+        self.has_gpu = has_gpu  # whether Ray has GPUs to give
         self.is_private = private is not None
 
     @staticmethod
@@ -88,7 +89,7 @@ def _start(thread: ThreadPoolExecutor, address: str | None) -> Cluster:
             raise WorkerError(f"Ray at {address} could not be joined: {error}") from error
         private.close()
         raise WorkerError(f"a private Ray did not start: {error}") from error
-    return Cluster(thread, private, node)
+    return Cluster(thread, private, node, bool(ray.cluster_resources().get("GPU")))
 
 
 def _join(address: str | None) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.request import EngineReport, GenerationRequest
+from swapper.host_tier import TierStatus
 from swapper.pager import SourceBytes
 
 # ---- commands
@@ -134,6 +135,7 @@ class Heartbeat:
     frames: int
     frames_free: int
     resident_bytes: int  # of the process, as the kernel counts it
+    tier: TierStatus | None = None  # None: there is no host tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,13 @@ class WorkerSpec:
     rank: int
     frames: int
     page_bytes: int
+    device: str = "cpu"  # or "cuda"; "auto" becomes one of them when the worker is started
+    pool_share: float | None = None  # of a GPU's free memory: how many frames it has, instead of `frames`
+    tier_bytes: int = 0  # of the host tier; 0: there is none
+    tier_name: str = ""  # by which a restarted worker finds its host tier
     verify: bool = False
-    reader: str = "pread"  # or "kvikio"
-    read_threads: int = 4
+    reader: str = "auto"  # or "pread", "kvikio"
+    read_threads: int | None = None  # as many as suit the reader
     compute_threads: int = 1
     max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass
     max_batch_sequences: int = 64
@@ -198,5 +204,5 @@ class WorkerReady:
     """What a worker says of itself once it can take commands."""
 
     device: str
-    reader: str
+    reader: str  # "pread", "kvikio/gds", "kvikio/posix": the path that is really in use
     frames: int

@@ -28,6 +28,7 @@ from engine.model import ModelRunnerProtocol
 from engine.request import EngineReport, KvReleased, RequestFailed, Tokens
 from swapper.errors import CorruptImage, GswapdError, WorkerError
 from swapper.frames import FramePool
+from swapper.host_tier import HostTier
 from swapper.image import Image
 from swapper.pager import PagedShard, PageInResult, Pager
 from swapper.readers import Reader
@@ -65,7 +66,7 @@ Emit = Callable[[Sequence[EngineReport]], None]
 
 
 class Shard:
-    """Everything of one rank. It closes its pager and its engine; pool and reader are closed by who made them."""
+    """Everything of one rank. It closes its pager and its engine; pool, reader and tier are closed by who made them."""
 
     def __init__(
         self,
@@ -74,14 +75,16 @@ class Shard:
         reader: Reader,
         make_engine: Callable[[Emit], Engine],
         bind: Bind,
+        tier: HostTier | None = None,
     ) -> None:
         """`make_engine` is given the function that takes the engine's reports."""
         self.spec = spec
         self._pool = pool
+        self._tier = tier
         self._bind = bind
         self._log = ReportLog()
         self._engine = make_engine(self._log.append)
-        self._pager = Pager(pool, reader, verify=spec.verify, quiesce=self._quiesce)
+        self._pager = Pager(pool, reader, tier=tier, verify=spec.verify, quiesce=self._quiesce)
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")
@@ -117,6 +120,7 @@ class Shard:
             frames=self._pool.frames,
             frames_free=self._pool.free,
             resident_bytes=self._process.memory_info().rss,
+            tier=self._tier.status if self._tier is not None else None,
         )
 
     # ---- the shard's thread

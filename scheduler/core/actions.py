@@ -18,7 +18,7 @@ Reason = Literal[
     "timeout",  # its deadline passed while it waited
     "removed",
     "draining",
-    "engine_failed",  # given by the live driver, not by the core
+    "engine_failed",  # the group was lost, its pages cannot be taken, or the live driver says so
 ]
 
 

@@ -59,9 +59,13 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_work(config: dict[str, Any
         assert alive == []
 
 
-def test_nothing_is_left_after_sigkill(config: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_configured_holds_from_the_start_and_nothing_is_left_after_sigkill(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {**config, "models": {MODEL: {"pinned": True, "aliases": ["small"]}}}
     with DaemonProcess(tmp_path, config) as daemon, Client(daemon.url) as client:
-        client.text(MODEL)
+        assert client.text("small")
+        client.until(lambda: client.models()[MODEL]["pinned"] and client.models()[MODEL]["state"] == "resident")
         processes = family(daemon.process.pid)
         assert len(processes) > 3
         daemon.process.kill()

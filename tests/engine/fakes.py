@@ -69,6 +69,9 @@ class FakeModel:
     def kv_cache(self, region: Region) -> FakeKv:
         return FakeKv(region)
 
+    def close(self) -> None:
+        """It leaves nothing anywhere."""
+
     def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
         self.batches.append(batch)
         if self.before is not None:

@@ -173,6 +173,9 @@ def test_what_is_configured_to_be_in_memory_is_brought_in(
         publish(store, "b", smollm2)
         publish(store, "c", smollm2)
         await catalog.refresh()
+        await asyncio.sleep(0)
+        assert scheduler.jobs == [], "without workers no pin could be promised"
+        catalog.workers_are_up()
         await catalog.settled()
         assert sorted(scheduler.jobs) == [("load", "b"), ("pin", "a")]
 

@@ -1,0 +1,116 @@
+"""Forward passes of one model on a GPU: attention by Triton kernels, and decodes as CUDA graphs where they can be.
+
+A pass is launched and not waited for. It runs on the device's pass stream; whoever needs its end, or is about to take
+memory from under it, waits for that stream. Imported for models on a GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine import triton_attention
+from engine.batch import StepBatch
+from engine.graphs import BUCKETS, DecodeGraph, bucket_of, graphs_of
+from engine.kv_cache import PagedKvCache
+from engine.step_inputs import Staging, StepTensors, decodes_only
+from engine.streams import pass_stream
+
+if TYPE_CHECKING:
+    from engine.attention import Pass
+    from engine.model import PageGate
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Pass"], torch.Tensor]
+"""Runs a module on token ids, positions and sampled rows; logits of the sampled rows out."""
+
+
+class TritonPass:
+    """The attention of one forward pass over a paged KV cache on a GPU."""
+
+    def __init__(self, inputs: StepTensors, cache: PagedKvCache, gate: PageGate) -> None:
+        self.gate = gate
+        self._inputs = inputs
+        self._cache = cache
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        layer = self._cache.layers[module.layer_idx]  # type: ignore[index]
+        triton_attention.write(key, value, layer, self._cache, self._inputs)
+        return triton_attention.attend(query, layer, self._cache, self._inputs, scaling, window, softcap, sinks)
+
+
+class GpuPasses:
+    """Runs one model's passes. Not for several threads at once."""
+
+    def __init__(
+        self, name: str, device: torch.device, run: Run, is_ready: Callable[[int], bool], nbytes: int
+    ) -> None:
+        """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`."""
+        self._name = name
+        self._run = run
+        self._is_ready = is_ready
+        self._nbytes = nbytes
+        self._device = device
+        self._staging = Staging(device)
+        self._graphs = graphs_of(device)
+        self._rows: dict[int, torch.Tensor] = {}  # by KV region: what its graphs read
+
+    def forward(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+        """Launch a pass. Logits are of the model's own type, and good until the next pass."""
+        stream, caller = pass_stream(self._device), torch.cuda.current_stream(self._device)
+        assert stream is not None
+        if caller == stream:
+            return self._forward(batch, cache, gate)
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            logits = self._forward(batch, cache, gate)
+        caller.wait_stream(stream)
+        stream.synchronize()  # the pinned memory may be written to again
+        return logits
+
+    def _forward(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+        bucket = bucket_of(len(batch.slices)) if decodes_only(batch) else None
+        if bucket is not None and self._is_ready(self._nbytes):
+            gate(self._nbytes)  # a graph has no gates
+            graph = self._graph(bucket, cache)
+            if graph is not None and self._staging.copy_decodes(batch, bucket, graph.row):
+                return graph.replay()[: len(batch.slices)]
+        return self._eager(self._staging.copy(batch), cache, gate)
+
+    def _eager(self, inputs: StepTensors, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+        return self._run(inputs.tokens, inputs.positions, inputs.sampled, TritonPass(inputs, cache, gate))
+
+    def _graph(self, bucket: int, cache: PagedKvCache) -> DecodeGraph | None:
+        key = (self._name, cache.region.address, bucket)
+        graph = self._graphs.find(key)
+        if graph is not None or not self._graphs.may_record(self._name):
+            return graph
+        row = self._rows.get(cache.region.address)
+        if row is None:
+            row = torch.empty(7 * BUCKETS[-1] + 1 + cache.blocks, dtype=torch.int64, device=self._device)
+            self._rows[cache.region.address] = row
+        inputs = StepTensors.over(row, bucket, bucket, bucket, 0, 0)
+        self._staging.pad(bucket, row)
+        self._eager(inputs, cache, _open)  # what libraries and compilers do once, they do now
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._graphs.record(key, self._name, row, lambda: self._eager(inputs, cache, _open))
+
+    def close(self) -> None:
+        """Drop the model's graphs."""
+        self._graphs.forget(self._name)
+        self._rows.clear()
+
+
+def _open(nbytes: int) -> None:
+    """The gate of a recording: everything is in, and nobody may run in between."""

@@ -1,0 +1,17 @@
+"""The stream that forward passes of a GPU run on: one of their own, for all models.
+
+One stream keeps passes in the order in which they were launched, also those that give way to one another, and leaves
+the pager's copies, which are on other streams, to run beside them. The CPU has none.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def pass_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that all passes of a device run on; None for the CPU."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

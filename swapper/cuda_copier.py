@@ -1,0 +1,88 @@
+"""Copies between pinned host memory and a GPU's frames by its copy engines: one lane of traffic each way.
+
+A lane is a stream of its own, so copies run beside the engine's kernels and beside the other lane, and a thread that
+waits for the copies in their order. Streams are non-blocking: no kernel of the legacy stream ever waits for a copy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from swapper.cuda_driver import CudaDevice, call, driver
+from swapper.errors import DeviceError
+
+
+class CudaCopier:
+    """A `Copier` for a `CudaFramePool`."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._up = _Lane(device, "copy-up", driver.cuMemcpyHtoDAsync)
+        self._down = _Lane(device, "copy-down", driver.cuMemcpyDtoHAsync)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self._device.enter()
+        call(driver.cuMemHostRegister, address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        self._device.enter()
+        call(driver.cuMemHostUnregister, address)
+
+    def put(self, source: int, target: int, nbytes: int) -> Future[float]:
+        return self._up.copy(source, target, nbytes)
+
+    def fetch(self, source: int, target: int, nbytes: int) -> Future[float]:
+        return self._down.copy(source, target, nbytes)
+
+    def close(self) -> None:
+        self._up.close()
+        self._down.close()
+
+
+class _Lane:
+    """Copies in one direction, in the order they were asked for."""
+
+    def __init__(self, device: CudaDevice, name: str, copy: Any) -> None:
+        self._device = device
+        self._copy = copy
+        device.enter()
+        self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        # Whoever asks for copies bounds them: the pager has `depth` reads and a few fills under way.
+        self._under_way: queue.SimpleQueue[tuple[Future[float], Any, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # copies are queued in the order of the stream
+        self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, source: int, target: int, nbytes: int) -> Future[float]:
+        future: Future[float] = Future()
+        self._device.enter()
+        begin, end = (call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC) for _ in range(2))
+        with self._lock:
+            call(driver.cuEventRecord, begin, self._stream)
+            call(self._copy, target, source, nbytes, self._stream)
+            call(driver.cuEventRecord, end, self._stream)
+            self._under_way.put((future, begin, end))
+        return future
+
+    def close(self) -> None:
+        self._under_way.put(None)
+        self._thread.join()
+        self._device.enter()
+        call(driver.cuStreamDestroy, self._stream)
+
+    def _wait(self) -> None:
+        self._device.enter()
+        while (item := self._under_way.get()) is not None:
+            future, begin, end = item
+            try:
+                call(driver.cuEventSynchronize, end)
+                seconds = call(driver.cuEventElapsedTime, begin, end) / 1e3
+                call(driver.cuEventDestroy, begin)
+                call(driver.cuEventDestroy, end)
+            except DeviceError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -389,3 +390,22 @@ def test_closing_does_not_wait_for_pages(pool: FramePool, reports: Reports) -> N
     assert pool.free == FRAMES
     engine.submit(request("late", [1]))
     assert "does not have a model" in reports.failed["late"]
+
+
+def test_a_first_token_does_not_wait_for_another_models_pass_to_end(engine: Engine, reports: Reports) -> None:
+    """The decoding model's second pass gives way between two layers, once, and then goes on."""
+    seen: list[int] = []
+
+    def decoding(batch: StepBatch) -> None:
+        if len(busy.batches) == 2:
+            engine.submit(request("new", [5], max_tokens=1, model="other"))
+            deadline = time.monotonic() + TIMEOUT
+            while not engine._turn._waiting:  # nothing else can happen meanwhile
+                assert time.monotonic() < deadline
+
+    busy = add(engine, "busy", FakeShard(3), layers=3, before=decoding)
+    add(engine, "other", before=lambda batch: seen.append(len(busy.layers_done)))
+    engine.submit(request("old", [1, 2], max_tokens=4, model="busy"))
+    reports.wait_for("old", "new")
+    assert seen == [3], "three layers of the first pass, none of the second"
+    assert reports.answer("old") == continuation([1, 2], 4)

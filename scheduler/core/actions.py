@@ -15,7 +15,7 @@ Reason = Literal[
     "no_memory",  # it cannot fit: too large, or what is pinned leaves too little
     "pinned",  # evict of a pinned model
     "load_failed",
-    "timeout",  # its deadline passed while it waited
+    "timeout",  # its deadline passed before its first step
     "removed",
     "draining",
     "engine_failed",  # the group was lost, its pages cannot be taken, or the live driver says so

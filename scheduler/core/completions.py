@@ -16,6 +16,7 @@ from scheduler.core.events import (
     PagedOut,
     PageInFailed,
     PageOutFailed,
+    Started,
     WorkerLost,
     WorkerUp,
 )
@@ -113,6 +114,13 @@ def kv_released(state: State, event: KvReleased) -> None:
         state.groups[event.group].ledger.set_kv(event.model, placement.kv.reserved)
 
 
+def started(state: State, event: Started) -> None:
+    """The race: its deadline passed while the report was on its way; then it is gone."""
+    request = state.requests.get(event.request)
+    if request is not None and request.group is not None:
+        request.started = True
+
+
 def finished(state: State, event: Finished) -> None:
     """The race: a request that was failed here finishes there. One that waits again, because its group was lost,
     cannot have finished: after a loss nothing of before is reported.
@@ -153,6 +161,7 @@ def _lose(state: State, group: Group, message: str) -> None:
             elif state.models[request.model].removed:
                 _end_lost(state, request, "removed", f"Group {group.name} was lost and model {request.model} removed.")
             else:
+                request.started = False
                 request.deadline = state.now + request.patience
                 state.enqueue(request)
     group.placements = {}

@@ -33,7 +33,7 @@ def _drain_began(state: State, event: events.DrainBegan) -> None:
 
 
 def _nothing(state: State, event: events.Event) -> None:
-    """Started and Tick: the planner, which runs after every event, does what there is to do."""
+    """Tick: the planner, which runs after every event, does what there is to do."""
 
 
 _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
@@ -56,7 +56,7 @@ _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingPr
         events.WorkerUp: completions.worker_up,
         events.WorkerLost: completions.worker_lost,
         events.DrainBegan: _drain_began,
-        events.Started: _nothing,
+        events.Started: completions.started,
         events.Tick: _nothing,
     }
 )

@@ -28,7 +28,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Arrived(Event):
-    """A request. `kv_frames` hold its prompt and its longest answer; it must be served before `deadline`."""
+    """A request. `kv_frames` hold its prompt and its longest answer; a worker must have begun it before `deadline`."""
 
     request: str
     model: str

@@ -50,14 +50,16 @@ class Planner:
     # ---- what has come to its end
 
     def _expire(self) -> None:
-        for model in self._state.models.values():
-            for request in list(model.waiting):
-                if request.deadline <= self._state.now:
-                    seconds = self._state.now - request.arrived
-                    message = f"The request waited {seconds:.1f} s for model {request.model} and its time ran out."
-                    self._state.fail(request, "timeout", message)
-                else:
-                    self._wakes.append(request.deadline)
+        """A request's time is for its first step: it runs out for one that waits here or, served, for its pages."""
+        for request in list(self._state.requests.values()):
+            if request.started or request.cancelled:
+                continue
+            if request.deadline <= self._state.now:
+                seconds = self._state.now - request.arrived
+                message = f"The request waited {seconds:.1f} s for model {request.model} and its time ran out."
+                self._state.fail(request, "timeout", message)
+            else:
+                self._wakes.append(request.deadline)
 
     def _end_unwanted(self) -> None:
         """Stop page-ins that nobody waits for, take KV from idle models, page out what is to go."""

@@ -32,7 +32,7 @@ class Slot:
     kv_limit: int = 0
     kv_held: int = 0
     grants: deque[act.GrantKv] = field(default_factory=deque)
-    sequences: dict[str, bool] = field(default_factory=dict)  # requests, in order
+    sequences: dict[str, bool] = field(default_factory=dict)  # requests, in order; False: it was told to stop
 
     @property
     def can_fill_kv(self) -> bool:
@@ -80,6 +80,8 @@ class SimulatedGroup:
             case act.PageOut():
                 slot = self.slot(command.model)
                 assert not slot.reading, f"{command} during a page-in"
+                for request in [request for request, runs in slot.sequences.items() if not runs]:
+                    self.finish(command.model, request)  # at the latest
                 assert not slot.sequences, f"{command} under a lease of {list(slot.sequences)}"
                 assert slot.leaving is None, f"{command} during a page-out"
                 assert command.keep < slot.mapped, f"{command} takes nothing"
@@ -92,8 +94,11 @@ class SimulatedGroup:
                 self.slot(self._models[command.request]).sequences[command.request] = True
             case act.Cancel():
                 model = self._models[command.request]
-                if command.request in self.slot(model).sequences and not self.slot(model).mapped:
-                    self.finish(model, command.request)  # it came after the model had failed; nothing runs
+                slot = self.slot(model)
+                if command.request in slot.sequences:
+                    slot.sequences[command.request] = False
+                    if not slot.mapped:
+                        self.finish(model, command.request)  # it came after the model had failed; nothing runs
         self.check_frames()
 
     def _page_in(self, command: act.PageIn) -> None:

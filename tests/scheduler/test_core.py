@@ -105,10 +105,22 @@ def test_a_request_that_waits_again_has_its_full_patience_again() -> None:
     desk = Desk(g=4)
     desk.add("A", (1, 2))
     desk.answer(desk.arrive("a", "A", patience=10.0))
-    desk.at(60.0)
+    desk.send(ev.Started(1.0, "a"))
+    assert desk.at(60.0) == [], "it has begun, so its deadline is met"
     desk.send(ev.WorkerLost(60.0, "g", "killed"))
     assert desk.core.request("a") == "waiting"
     assert only(desk.at(70.0), act.Fail)[0].reason == "timeout"
+
+
+def test_a_request_that_was_served_and_never_began_runs_out_of_time() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.arrive("a", "A", patience=10.0)  # its pages do not come
+    assert desk.core.request("a") == "running"
+    done = desk.at(10.0)
+    assert act.Cancel("a", "g") in done
+    assert only(done, act.Fail)[0].reason == "timeout"
+    assert desk.core.request("a") is None
 
 
 def test_queued_work_moves_to_another_group_and_a_load_goes_on_there() -> None:

@@ -17,9 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("gswapd", "torch", "transformers", "ray", "kvikio-cu13")
+PACKAGES = ("gswapd", "torch", "triton", "transformers", "ray", "kvikio-cu13")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,14 @@ def report(
     bars: Sequence[Bar],
     samples: Mapping[str, Sequence[float]],
     details: Mapping[str, object] | None = None,
+    *,
+    host: str | None = None,
+    packages: Sequence[str] = (),
 ) -> int:
-    """Print and save; returns the exit status, 0 if every bar was reached. `samples` are what the bars came from."""
+    """Print and save; returns the exit status, 0 if every bar was reached. `samples` are what the bars came from.
+
+    `host` names hardware whose processor is not what matters; `packages` are those whose versions matter besides ours.
+    """
     for bar in bars:
         print(json.dumps(bar.as_dict()), flush=True)
     RESULTS.mkdir(exist_ok=True)
@@ -60,34 +67,36 @@ def report(
         "bench": bench,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions(packages),
         "details": dict(details or {}),
         "bars": [bar.as_dict() for bar in bars],
         "medians": {name: statistics.median(values) for name, values in samples.items() if values},
         "samples": {name: [round(value, 6) for value in values] for name, values in samples.items()},
     }
-    (RESULTS / f"{bench}-{host()}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / f"{bench}-{host or cpu_host()}.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(bar.ok for bar in bars) else 1
 
 
-def host() -> str:
-    """A short description of the hardware, for a file's name."""
-    return f"cpu-{_cores()}core"
+def cpu_host() -> str:
+    """A short description of the hardware, for a file's name: the GPU's own word, or how many cores there are."""
+    gpu = _gpu()
+    return gpu.lower().removeprefix("nvidia ").replace(" ", "-") if gpu else f"cpu-{_cores()}core"
 
 
 def hardware() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": _cores(),
+        **({"gpu": gpu} if (gpu := _gpu()) else {}),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release().split("-")[0],
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute, the bench's own included: was it alone?
     }
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = ()) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *packages):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -97,6 +106,10 @@ def versions() -> dict[str, str]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _gpu() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _processor() -> str:

@@ -53,9 +53,9 @@ class Step:
     sampled: tuple[Sequence, ...]
 
     @property
-    def is_first_for_someone(self) -> bool:
-        """Whether a request takes part that has not computed anything yet: its client waits for a first token."""
-        return any(not chunk.sequence.started for chunk in self.chunks)
+    def is_awaited(self) -> bool:
+        """Whether a request takes part whose client waits for its first token."""
+        return any(not chunk.sequence.is_answered for chunk in self.chunks)
 
     def rows(self) -> list[SamplingRow]:
         return [SamplingRow(s.request.sampling, len(s.tokens), s.tokens, s.answer_counts) for s in self.sampled]

@@ -126,15 +126,22 @@ class BlockManager:
         try:
             for page in self._pages(block):
                 if page not in self._frames:
-                    frame = self._pool.take()
-                    self._pool.map(self.region, page, frame)
-                    self._frames[page] = frame
+                    self._frames[page] = self._mapped_frame(page)
                 self._users[page] = self._users.get(page, 0) + 1
                 mapped.append(page)
         except OutOfFrames:
             for page in mapped:
                 self._drop(page)
             raise
+
+    def _mapped_frame(self, page: int) -> Frame:
+        frame = self._pool.take()
+        try:
+            self._pool.map(self.region, page, frame)
+        except BaseException:
+            self._pool.release(frame)
+            raise
+        return frame
 
     def _drop(self, page: int) -> None:
         """One block less touches this page."""

@@ -114,7 +114,7 @@ class Engine:
         When this returns, they hold no KV memory and no report of theirs will come. Raises KeyError, TimeoutError.
         """
         runner = self._model(model)
-        runner.call(runner.batcher.clear, timeout)
+        runner.call(runner.drop_all, timeout)
 
     def fence(self, model: str, timeout: float = PASS_TIMEOUT) -> None:
         """Return once no forward pass of a model is under way, at once if the engine does not have it.

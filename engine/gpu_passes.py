@@ -6,6 +6,7 @@ memory from under it, waits for that stream. Imported for models on a GPU only.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 
 from engine import triton_attention
 from engine.batch import StepBatch
-from engine.graphs import BUCKETS, DecodeGraph, bucket_of, graphs_of
+from engine.graphs import BUCKETS, DecodeGraph, GraphKey, bucket_of, graphs_of
 from engine.kv_cache import PagedKvCache
 from engine.step_inputs import Staging, StepTensors, decodes_only
 from engine.streams import pass_stream
@@ -53,9 +54,7 @@ class TritonPass:
 class GpuPasses:
     """Runs one model's passes. Not for several threads at once."""
 
-    def __init__(
-        self, name: str, device: torch.device, run: Run, is_ready: Callable[[int], bool], nbytes: int
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, run: Run, is_ready: Callable[[int], bool], nbytes: int) -> None:
         """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`."""
         self._name = name
         self._run = run
@@ -65,6 +64,8 @@ class GpuPasses:
         self._staging = Staging(device)
         self._graphs = graphs_of(device)
         self._rows: dict[int, torch.Tensor] = {}  # by KV region: what its graphs read
+        self._owner = object()  # of the graphs; another model may come to have this one's name and addresses
+        weakref.finalize(self, self._graphs.forget, self._owner)
 
     def forward(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
         """Launch a pass. Logits are of the model's own type, and good until the next pass."""
@@ -92,9 +93,9 @@ class GpuPasses:
         return self._run(inputs.tokens, inputs.positions, inputs.sampled, TritonPass(inputs, cache, gate))
 
     def _graph(self, bucket: int, cache: PagedKvCache) -> DecodeGraph | None:
-        key = (self._name, cache.region.address, bucket)
+        key = GraphKey(self._owner, cache.region.address, bucket)
         graph = self._graphs.find(key)
-        if graph is not None or not self._graphs.may_record(self._name):
+        if graph is not None or not self._graphs.may_record(self._owner):
             return graph
         row = self._rows.get(cache.region.address)
         if row is None:
@@ -108,7 +109,7 @@ class GpuPasses:
 
     def close(self) -> None:
         """Drop the model's graphs."""
-        self._graphs.forget(self._name)
+        self._graphs.forget(self._owner)
         self._rows.clear()
 
 

@@ -12,13 +12,17 @@ number is bounded all the same: the graph that was not used for longest goes fir
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+
+from swapper.cuda_driver import capture_lock
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,15 @@ MAX_GRAPHS = 96
 def bucket_of(sequences: int) -> int | None:
     """The bucket that this many sequences are padded to; None if there are too many."""
     return next((bucket for bucket in BUCKETS if bucket >= sequences), None)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph was recorded for."""
+
+    owner: object  # of one model; compared by identity
+    region: int  # address of the KV region
+    bucket: int
 
 
 @dataclass(slots=True)
@@ -49,60 +62,72 @@ class DecodeGraph:
 
 
 class GraphCache:
-    """The graphs of one device. One pass at a time uses it: whoever holds the engine's turn."""
+    """The graphs of one device. Whoever holds the engine's turn records and replays; any thread may forget."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[Hashable, DecodeGraph] = OrderedDict()
-        self._refused: set[Hashable] = set()
+        self._memory = torch.cuda.MemPool()  # lives when no graph does
+        self._lock = threading.RLock()  # a garbage collection may forget, at any point
+        self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
+        self._refused: set[object] = set()
 
     @property
     def nbytes(self) -> int:
         """GPU memory that the graphs hold."""
-        return sum(graph.nbytes for graph in self._graphs.values())
+        with self._lock:
+            return sum(graph.nbytes for graph in self._graphs.values())
 
-    def find(self, key: Hashable) -> DecodeGraph | None:
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._graphs.move_to_end(key)
-        return graph
+    def __len__(self) -> int:
+        return len(self._graphs)
 
-    def may_record(self, model: Hashable) -> bool:
+    def find(self, key: GraphKey) -> DecodeGraph | None:
+        with self._lock:
+            graph = self._graphs.get(key)
+            if graph is not None:
+                self._graphs.move_to_end(key)
+            return graph
+
+    def may_record(self, owner: object) -> bool:
         """Whether no recording of the model has failed yet."""
-        return model not in self._refused
+        return owner not in self._refused
 
     def record(
-        self, key: Hashable, model: Hashable, row: torch.Tensor, run: Callable[[], torch.Tensor]
+        self, key: GraphKey, name: str, row: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> DecodeGraph | None:
         """Record `run`, which has run before, reads `row`, and returns the logits; None if it cannot be recorded.
 
-        The current stream must be the one that all passes use, and have nothing to do with other threads meanwhile.
-        Those may go on using the GPU on streams of their own.
+        The current stream must be the one that all passes use, and no other thread may use it meanwhile. Other threads
+        may go on using the GPU on streams of their own.
         """
         while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+            with self._lock:
+                self._graphs.popitem(last=False)
         free, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            logits = run()
-        except Exception as error:  # whatever a model does that cannot be recorded, it can still be run
-            with suppress(RuntimeError):
-                graph.capture_end()
-            logger.warning("Decode passes of %s cannot be recorded as CUDA graphs, and run slower: %s", model, error)
-            self._refused.add(model)
-            return None
-        graph.capture_end()
+        with capture_lock:
+            pool: Any = self._memory.id
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                logits = run()
+            except RuntimeError as error:  # it looks at numbers on the host, which a recording has none of
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                logger.warning("Decodes of %s cannot be recorded as CUDA graphs, and run slower: %s", name, error)
+                self._refused.add(key.owner)
+                return None
+            graph.capture_end()
         left, _ = torch.cuda.mem_get_info(self._device)
-        self._graphs[key] = DecodeGraph(graph, row, logits, max(0, free - left))
-        return self._graphs[key]
+        recorded = DecodeGraph(graph, row, logits, max(0, free - left))
+        with self._lock:
+            self._graphs[key] = recorded
+        return recorded
 
-    def forget(self, owner: Hashable) -> None:
-        """Drop the graphs whose keys begin with `owner`: its addresses are given away."""
-        for key in [key for key in self._graphs if isinstance(key, tuple) and key[0] == owner]:
-            del self._graphs[key]
-        self._refused.discard(owner)
+    def forget(self, owner: object) -> None:
+        """Drop a model's graphs: no pass of it is under way, and its addresses are given away."""
+        with self._lock:
+            for key in [key for key in self._graphs if key.owner is owner]:
+                del self._graphs[key]
+            self._refused.discard(owner)
 
 
 @cache

@@ -126,7 +126,8 @@ class BoundModel:
                 logits = self._gpu.forward(batch, kv, gate)
             else:
                 tokens, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
-                logits = self._run(tokens, positions, torch.tensor(batch.sampled, dtype=torch.long), PagedPass(batch, kv, gate))
+                sampled = torch.tensor(batch.sampled, dtype=torch.long)
+                logits = self._run(tokens, positions, sampled, PagedPass(batch, kv, gate))
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 
@@ -146,8 +147,10 @@ class BoundModel:
         return logits
 
     def _gpu_passes(self) -> GpuPasses:
-        from engine.gpu_passes import GpuPasses  # needs Triton
+        from engine.fused import fuse  # both need Triton
+        from engine.gpu_passes import GpuPasses
 
+        fuse(self._module)
         end = max((extent.end for extent in self.weights.shard.layers), default=0)
         return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end)
 

@@ -62,6 +62,7 @@ class ModelRunner:
         self.steps = 0  # forward passes done; written by the model's thread only, like the next
         self._paging = 0.0  # seconds that the pass under way has waited for pages
         self._giving_way = 0.0  # and for another model's pass that could not wait
+        self._is_urgent = False  # somebody waits for a first token of it
         self._may_give_way = False
         self.broken: Exception | None = None  # what ended the thread before its time
         self._changed = threading.Condition()  # guards everything below
@@ -106,6 +107,11 @@ class ModelRunner:
 
         if self.post(run, interrupt=True) and not done.wait(timeout):
             raise TimeoutError(f"Model {self._model.name} is still in one forward pass after {timeout:g} s.")
+
+    def drop_all(self) -> None:
+        """A command: say what is still to be said, then drop every sequence without a word."""
+        self._report()
+        self._batcher.clear()
 
     def fence(self, timeout: float) -> None:
         """Return once no pass is under way. Raises TimeoutError."""
@@ -179,8 +185,9 @@ class ModelRunner:
         with self._changed:
             self._in_pass = True
         try:
-            self._may_give_way = not step.is_first_for_someone
-            with self._turn.taken(urgent=step.is_first_for_someone):
+            self._is_urgent = step.is_awaited
+            self._may_give_way = not self._is_urgent
+            with self._turn.taken(urgent=self._is_urgent):
                 began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
                 try:
                     logits = self._model.forward(step.batch, self._kv, self._at_layer)
@@ -213,7 +220,7 @@ class ModelRunner:
         try:
             self._shard.wait(nbytes, self._is_interrupted)
         finally:
-            self._turn.acquire()
+            self._turn.acquire(urgent=self._is_urgent)
             self._paging += time.perf_counter() - began
 
     def _is_interrupted(self) -> bool:

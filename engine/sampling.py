@@ -103,7 +103,7 @@ def _to_device(device: torch.device, *columns: Sequence[float]) -> list[torch.Te
     numbers = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.float64)
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    return [part.unsqueeze(1) for part in numbers.split([len(column) for column in columns])]
+    return [part.unsqueeze(1) for part in torch.split(numbers, [len(column) for column in columns])]
 
 
 def _to_host(*parts: torch.Tensor | None) -> list[list[float]]:

@@ -71,6 +71,11 @@ class Sequence:
         return "length" if self.is_full else None
 
     @property
+    def is_answered(self) -> bool:
+        """Whether it has got a token since it was submitted."""
+        return self.answered > len(self.request.answer)
+
+    @property
     def is_full(self) -> bool:
         return len(self.tokens) >= self.limit
 

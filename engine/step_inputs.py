@@ -45,8 +45,8 @@ class StepTensors:
     def over(row: torch.Tensor, tokens: int, sampled: int, decodes: int, chunks: int, chunk_tokens: int) -> StepTensors:
         sequences = decodes + chunks
         sizes = [tokens, tokens, tokens, sampled, sequences, sequences, sequences, chunks + 1]
-        ids, positions, slots, rows, starts, contexts, tables, cumulated, blocks = row.split(
-            [*sizes, row.numel() - sum(sizes)]
+        ids, positions, slots, rows, starts, contexts, tables, cumulated, blocks = torch.split(
+            row, [*sizes, row.numel() - sum(sizes)]
         )
         return StepTensors(
             ids[None], positions[None], slots, rows, starts, contexts, tables, cumulated, blocks,

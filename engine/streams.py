@@ -14,4 +14,4 @@ import torch
 @cache
 def pass_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream that all passes of a device run on; None for the CPU."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

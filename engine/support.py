@@ -41,7 +41,9 @@ _VOCABULARY = 256
 _WINDOW = 8
 _TOLERANCE = 1e-3  # of the largest logit
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+_THRESHOLDS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
+"""Numbers of tokens beyond which a model computes otherwise; made small, so that the check gets there."""
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FEED_FORWARD = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
 _WIDTHS = ("hidden_size", "word_embed_proj_dim", "num_attention_heads", "num_key_value_heads")
@@ -106,7 +108,7 @@ def _cut(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedConfig:
     cut.vocab_size = min(cut.vocab_size, _VOCABULARY)
     if isinstance(pad := cut.pad_token_id, int) and pad >= cut.vocab_size:
         cut.pad_token_id = 0
-    for name in _WINDOWS:
+    for name in _THRESHOLDS:
         if isinstance(getattr(cut, name, None), int):
             setattr(cut, name, min(getattr(cut, name), _WINDOW))
     error: UnsupportedModel | None = None
@@ -180,12 +182,12 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
 class MemoryShard:
     """A shard over a piece of plain memory. It starts out as NaN; `load` brings bytes in, from the front."""
 
-    def __init__(self, image: Image) -> None:
+    def __init__(self, image: Image, device: str = "cpu") -> None:
         self.shard = image.manifest.shards[0]
         self._path = image.shard_path(0)
         self._loaded = 0
-        self._memory = _nan_bytes(self.shard.nbytes)
-        self.region = Region(self._memory.data_ptr(), self.shard.nbytes, "cpu")
+        self._memory = _nan_bytes(self.shard.nbytes).to(device)
+        self.region = Region(self._memory.data_ptr(), self.shard.nbytes, device)
 
     def load(self, nbytes: int) -> None:
         """Bring data bytes `[0, nbytes)` in: a gate for a forward pass."""

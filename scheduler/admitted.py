@@ -54,8 +54,10 @@ class AdmittedRequests:
         return answer.remainder()
 
     def refuse(self, id: str, refusal: Refused) -> None:
-        """The core's last word on a request."""
-        self._answers.pop(id).refuse(refusal)
+        """The core's last word on a request; nothing if its answer has ended."""
+        answer = self._answers.pop(id, None)
+        if answer is not None:
+            answer.refuse(refusal)
 
     def drop(self, id: str) -> None:
         """The core has let go of a request whose client is gone."""

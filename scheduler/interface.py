@@ -52,6 +52,7 @@ class ServedModel:
 
     name: str
     path: str
+    identity: str  # of the image: see swapper.image.Image
     page_bytes: int
     page_hashes: tuple[tuple[str, ...], ...]  # a rank, a page
     nbytes: int  # of all ranks' data

@@ -45,14 +45,16 @@ class Jobs:
         return any(job.kind == "evict" and job.model == model for job in self._open.values())
 
     def resolve(self, id: str) -> None:
-        done = self._open.pop(id).done
-        if not done.done():  # cancelled, when the asker went away
-            done.set_result(None)
+        """The core's last word on a job; nothing if it has ended here before, as at the end of a drain."""
+        job = self._open.pop(id, None)
+        if job is not None and not job.done.done():  # done: cancelled, when the asker went away
+            job.done.set_result(None)
 
     def refuse(self, id: str, refusal: Refused) -> None:
-        done = self._open.pop(id).done
-        if not done.done():
-            done.set_exception(refusal)
+        """Likewise."""
+        job = self._open.pop(id, None)
+        if job is not None and not job.done.done():
+            job.done.set_exception(refusal)
 
     def refuse_all(self, refusal: Refused) -> None:
         for id in list(self._open):

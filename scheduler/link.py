@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.core import actions
-from scheduler.interface import GroupClient, GroupCommand
+from scheduler.interface import GroupClient, GroupCommand, ServedModel
 from worker.protocol import AddModel, PageIn, RemoveModel
 
 
@@ -24,10 +24,10 @@ class GroupLink:
     def send(self, command: GroupCommand) -> None:
         self._commands.append(command)
 
-    def page_in(self, action: actions.PageIn, path: str) -> None:
+    def page_in(self, action: actions.PageIn, model: ServedModel) -> None:
         if action.model not in self._introduced:
             self._introduced.add(action.model)
-            self.send(AddModel(action.model, path))
+            self.send(AddModel(action.model, model.path, model.identity))
         self.send(PageIn(action.model, action.first, action.last, action.epoch))
 
     def forget(self, model: str) -> None:

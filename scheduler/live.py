@@ -291,15 +291,18 @@ class LiveScheduler:
             case actions.PageIn():
                 model = self._models[action.model]
                 self._records.page_in_asked(action, len(model.page_hashes[0]))
-                self._links[action.group].page_in(action, model.path)
+                self._links[action.group].page_in(action, model)
             case actions.PageOut():
                 self._records.page_out_asked(action, self._page_out_reason(action.model))
                 self._links[action.group].send(command_of(action))
             case actions.GrantKv() | actions.Cancel():
                 self._links[action.group].send(command_of(action))
             case actions.Reject() | actions.Fail():
-                holder = self._requests if action.id in self._requests else self._jobs
-                holder.refuse(action.id, Refused(action.reason, action.message, action.retry_after))
+                # Whose asker has had an end already (a finish that was heard while the event waited in the inbox, the
+                # end of a drain) is in neither, and is told nothing.
+                refusal = Refused(action.reason, action.message, action.retry_after)
+                self._requests.refuse(action.id, refusal)
+                self._jobs.refuse(action.id, refusal)
             case actions.Done():
                 self._jobs.resolve(action.job)
             case actions.WakeAt():

@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from scheduler.interface import LoadRecord, ModelStatus
+from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
 from server.background import Act
 from server.errors import ApiError
 from server.service import Service, service_of
@@ -110,12 +110,18 @@ async def readyz(request: Request) -> Response:
         "scheduler": "ok" if live else "no progress, or no group of workers is up",
         "draining": service.draining,
         "workers": [
-            {"group": worker.group, "rank": worker.rank, "state": worker.state}
+            {"group": worker.group, "rank": worker.rank, "state": worker.state, "host_tier": _host_tier(worker)}
             for worker in service.scheduler.workers()
         ],
         "models": len(service.catalog.models),
     }
     return Response(orjson.dumps(details), 200 if details["ready"] else 503, media_type="application/json")
+
+
+def _host_tier(worker: WorkerStatus) -> dict[str, int] | None:
+    """How far the host tier is; requests are served all the while."""
+    tier = worker.heartbeat.tier if worker.heartbeat is not None else None
+    return None if tier is None else {"slots": tier.slots, "ready": tier.ready, "used": tier.used}
 
 
 @health.get("/metrics")

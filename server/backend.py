@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from blake3 import blake3
 
@@ -18,8 +19,10 @@ from worker.group import Worker, WorkerGroup
 from worker.protocol import WorkerSpec
 
 GROUP = "default"
-EXTENT_BYTES = 160 << 20
-"""About what a CPU host reads into frames in 25 ms: how far page-ins are decided ahead."""
+EXTENT_BYTES = {"cpu": 160 << 20, "cuda": 1280 << 20}
+"""About what is read into frames in 25 ms: how far page-ins are decided ahead."""
+
+GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 class RayBackend:
@@ -42,6 +45,11 @@ class RayBackend:
         """Returns once the group is up. Raises WorkerError."""
         self._cluster = await Cluster.start(self._ray_address)
         await self.scheduler.start()
+
+    async def watch(self) -> None:
+        """Raises WorkerError if what the workers stand on is lost, which nothing but a new daemon mends."""
+        assert self._cluster is not None
+        await self._cluster.watch()
 
     async def stop(self) -> None:
         """Returns once the workers are gone, and with them a private Ray and the host tier's memory."""
@@ -83,6 +91,13 @@ def core_config(config: Config) -> CoreConfig:
         max_queue=config.scheduler.max_queue,
         max_queue_total=config.scheduler.max_queue_total,
         max_running=config.cluster.max_batch_sequences,
-        extent_pages=max(1, EXTENT_BYTES // config.memory.page),
+        extent_pages=max(1, EXTENT_BYTES[_likely_device(config)] // config.memory.page),
         wait_bound=config.scheduler.wait_bound,
     )
+
+
+def _likely_device(config: Config) -> str:
+    """Where the workers will be, as far as can be told before there is a Ray: it is a matter of speed only."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    return "cuda" if config.cluster.ray_address is not None or GPU_DEVICE.exists() else "cpu"

@@ -151,6 +151,7 @@ class Catalog:
         served = ServedModel(
             name=name,
             path=str(image.path),
+            identity=image.identity,
             page_bytes=self._page_bytes,
             page_hashes=tuple(shard.page_hashes(self._page_bytes) for shard in manifest.shards),
             nbytes=sum(shard.nbytes for shard in manifest.shards),

@@ -1,7 +1,8 @@
 """The daemon: everything put together, started, and brought to an orderly end.
 
 The port is bound before anything else, so that a wrong one is told at once; HTTP answers from then on, and requests
-queue until the workers are up. SIGTERM or SIGINT drains: new requests are refused, those that were admitted end
+queue until the workers are up. If what the workers stand on is lost, the daemon ends, with an error, for whoever
+supervises it to start it again. SIGTERM or SIGINT drains: new requests are refused, those that were admitted end
 within the drain time, then everything is stopped and the exit status is 0. A second signal ends the process there and
 then; what it leaves behind is reaped by the cluster's watchdog.
 """
@@ -48,6 +49,8 @@ class Backend(Protocol):
     def scheduler(self) -> Scheduler: ...
 
     async def start(self) -> None: ...
+
+    async def watch(self) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -115,6 +118,8 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
             catalog.workers_are_up()
             signals.listen()  # again: starting Ray has put a handler of its own over ours
             print(f"gswapd is serving at {url_of(listener)}", flush=True)
+            standing = asyncio.create_task(backend.watch(), name="backend watch")
+            running.add(standing)
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             if stopping in done:
                 await _drain(service)
@@ -122,9 +127,9 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
             task.result()
     finally:
         http.should_exit = True
-        for task in (starting, watching, stopping):
+        for task in (starting, *running - {serving}):
             task.cancel()
-        await asyncio.gather(serving, starting, watching, stopping, return_exceptions=True)
+        await asyncio.gather(starting, *running, return_exceptions=True)
         await catalog.close()
         await service.background.close()
         await backend.stop()

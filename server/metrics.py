@@ -126,6 +126,7 @@ class _Snapshot(Collector):
         workers = self._scheduler.workers()
         yield from _of_models(models)
         yield from _of_workers(workers)
+        yield from _of_host_tiers(workers)
         yield _frames(models, workers)
 
 
@@ -157,6 +158,22 @@ def _of_workers(workers: Iterable[WorkerStatus]) -> Iterator[Metric]:
             memory.add_metric(values, worker.heartbeat.resident_bytes)
             steps.add_metric(values, worker.heartbeat.steps)
     yield from (up, memory, steps)
+
+
+def _of_host_tiers(workers: Iterable[WorkerStatus]) -> Iterator[Metric]:
+    labels = ("group", "rank")
+    pages = GaugeMetricFamily("gswapd_host_tier_pages", "Slots of the host tier, by state", labels=(*labels, "state"))
+    reads = CounterMetricFamily("gswapd_host_tier_reads", "Pages asked of the host tier", labels=(*labels, "found"))
+    for worker in workers:
+        if worker.heartbeat is None or (tier := worker.heartbeat.tier) is None:
+            continue
+        values = (worker.group, str(worker.rank))
+        states = {"used": tier.used, "free": tier.ready - tier.used, "preparing": tier.slots - tier.ready}
+        for state, count in states.items():
+            pages.add_metric((*values, state), count)
+        for found, count in {"yes": tier.hits, "no": tier.misses}.items():
+            reads.add_metric((*values, found), count)
+    yield from (pages, reads)
 
 
 def _frames(models: Iterable[ModelStatus], workers: Iterable[WorkerStatus]) -> Metric:

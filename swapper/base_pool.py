@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from swapper.frames import Frame, FrameTable, Region
 from swapper.geometry import pages
@@ -36,8 +37,8 @@ class BasePool(FrameTable, ABC):
         """Give addresses back; nothing is mapped there, or the pool is closed."""
 
     @abstractmethod
-    def _map(self, address: int, frame: Frame) -> None:
-        """Put a frame behind a page's addresses. Raises OutOfFrames, and then nothing has changed."""
+    def _map(self, address: int, frames: Sequence[Frame]) -> None:
+        """Put frames behind the addresses of adjacent pages. Raises OutOfFrames, and then nothing has changed."""
 
     @abstractmethod
     def _unmap(self, address: int, count: int) -> None:
@@ -59,20 +60,22 @@ class BasePool(FrameTable, ABC):
             del self._regions[region]
         self._unreserve(region.address, region.nbytes)
 
-    def map(self, region: Region, page: int, frame: Frame) -> None:
-        if frame.references <= 0:
-            raise ValueError(f"Frame {frame.index} was mapped, but nothing holds it.")
+    def map(self, region: Region, page: int, *frames: Frame) -> None:
+        for frame in frames:
+            if frame.references <= 0:
+                raise ValueError(f"Frame {frame.index} was mapped, but nothing holds it.")
+        run = range(page, page + len(frames))
         with self._regions_lock:
             mapped = self._mapped(region)
-            self._check_inside(region, page, 1)
-            if page in mapped:
-                raise ValueError(f"Page {page} of a region was mapped twice.")
-            mapped.add(page)
+            self._check_inside(region, page, len(frames))
+            if twice := mapped.intersection(run):
+                raise ValueError(f"Page {min(twice)} of a region was mapped twice.")
+            mapped.update(run)
         try:
-            self._map(region.address + page * self.page_bytes, frame)
+            self._map(region.address + page * self.page_bytes, frames)
         except BaseException:
             with self._regions_lock:
-                mapped.discard(page)
+                mapped.difference_update(run)
             raise
 
     def unmap(self, region: Region, page: int, count: int = 1) -> None:

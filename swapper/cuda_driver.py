@@ -40,12 +40,15 @@ class CudaDevice:
                 f"GPU {ordinal} cannot be used: {error} See what `nvidia-smi` says, or set cluster.device to cpu."
             ) from error
         self.ordinal = ordinal
+        self._entered = threading.local()
         self.enter()
         self.name: str = call(driver.cuDeviceGetName, 256, self._device).split(b"\0", 1)[0].decode()
 
     def enter(self) -> None:
         """Make the context this thread's. Calls that need one are preceded by this, whatever thread they are in."""
-        call(driver.cuCtxSetCurrent, self._context)
+        if not getattr(self._entered, "here", False):
+            call(driver.cuCtxSetCurrent, self._context)
+            self._entered.here = True
 
     def has(self, attribute: str) -> bool:
         """Whether a capability, by its name in `CUdevice_attribute`, is there."""

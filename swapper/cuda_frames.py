@@ -1,9 +1,10 @@
 """Frames on a GPU: physical memory that is created once and mapped where it is needed, by CUDA's virtual memory.
 
 A region is a range of reserved addresses: it costs nothing, and a kernel that touches a page of it without a frame ends
-the process's CUDA context. `map` puts a frame behind a page (45 µs for 32 MiB on an H200, whatever the GPU is doing),
-`unmap` takes whole runs of them away. Frames are made so that network cards and NVMe drives may reach them (where the
-device can), and so that they can be handed to other processes.
+the process's CUDA context. `map` puts frames behind a run of pages, and gives access to the whole run in one call:
+while many threads use the driver, as kvikio's do, each call waits for its turn. `unmap` takes a run away in one.
+Frames are made so that network cards and NVMe drives may reach them (where the device can), and so that they can be
+handed to other processes.
 
 The driver does not wait for kernels before it unmaps, so `unmap` does.
 """
@@ -11,6 +12,7 @@ The driver does not wait for kernels before it unmaps, so `unmap` does.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,18 +110,19 @@ class CudaFramePool(BasePool):
         self._device.enter()
         call(driver.cuMemAddressFree, address, nbytes)
 
-    def _map(self, address: int, frame: Frame) -> None:
+    def _map(self, address: int, frames: Sequence[Frame]) -> None:
         self._device.enter()
+        end = address
         try:
-            call(driver.cuMemMap, address, self.page_bytes, 0, self._handles[frame.index], 0)
+            for frame in frames:
+                call(driver.cuMemMap, end, self.page_bytes, 0, self._handles[frame.index], 0)
+                end += self.page_bytes
+            call(driver.cuMemSetAccess, address, end - address, [self._access], 1)
         except DeviceError as error:
+            if end > address:
+                with suppress(DeviceError):
+                    call(driver.cuMemUnmap, address, end - address)
             raise OutOfFrames(f"A frame cannot be mapped on {self._device.name}: {error}") from error
-        try:
-            call(driver.cuMemSetAccess, address, self.page_bytes, [self._access], 1)
-        except DeviceError as error:
-            with suppress(DeviceError):
-                call(driver.cuMemUnmap, address, self.page_bytes)
-            raise OutOfFrames(f"A frame cannot be made accessible on {self._device.name}: {error}") from error
 
     def _unmap(self, address: int, count: int) -> None:
         self._device.fence()

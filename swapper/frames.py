@@ -60,10 +60,10 @@ class FramePool(Protocol):
     def unreserve(self, region: Region) -> None:
         """Give the addresses back. Raises ValueError if a page of it is mapped."""
 
-    def map(self, region: Region, page: int, frame: Frame) -> None:
-        """Put a frame behind a page of a region. The caller holds a reference for the mapping.
+    def map(self, region: Region, page: int, *frames: Frame) -> None:
+        """Put frames behind adjacent pages of a region, all or none. The caller holds a reference for each mapping.
 
-        Raises OutOfFrames if the system cannot make the mapping, ValueError if the page has a frame already.
+        Raises OutOfFrames if the system cannot make the mappings, ValueError if a page has a frame already.
         """
 
     def unmap(self, region: Region, page: int, count: int = 1) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -62,17 +63,20 @@ class HostFramePool(BasePool):
     def _unreserve(self, address: int, nbytes: int) -> None:
         libc.munmap(address, nbytes)
 
-    def _map(self, address: int, frame: Frame) -> None:
+    def _map(self, address: int, frames: Sequence[Frame]) -> None:
         try:
-            libc.mmap(
-                address,
-                self.page_bytes,
-                libc.PROT_READ | libc.PROT_WRITE,
-                libc.MAP_SHARED | libc.MAP_FIXED | libc.MAP_POPULATE,
-                self._fd,
-                frame.index * self.page_bytes,
-            )
+            for page, frame in enumerate(frames):
+                libc.mmap(
+                    address + page * self.page_bytes,
+                    self.page_bytes,
+                    libc.PROT_READ | libc.PROT_WRITE,
+                    libc.MAP_SHARED | libc.MAP_FIXED | libc.MAP_POPULATE,
+                    self._fd,
+                    frame.index * self.page_bytes,
+                )
         except OSError as error:
+            if page:
+                self._unmap(address, page)
             raise OutOfFrames(
                 f"A frame cannot be mapped ({error.strerror}); the system may be out of memory or out of mappings: "
                 "see vm.max_map_count."

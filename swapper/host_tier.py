@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,7 @@ class HostTier:
         self._misses = 0
         self._stopping = threading.Event()
         self._prepared = threading.Event()
+        self._tell_ready: list[Callable[[], None]] = []
         self._pinned: list[int] = []  # addresses
         self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="host-tier")
         self._checking = ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="host-tier-check")
@@ -99,6 +101,19 @@ class HostTier:
                 hits=self._hits,
                 misses=self._misses,
             )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of it is allocated and pinned."""
+        return self._prepared.is_set()
+
+    def when_ready(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called once the tier is ready: now, or from a thread of its own."""
+        with self._lock:
+            if not self._prepared.is_set():
+                self._tell_ready.append(tell)
+                return
+        tell()
 
     def read(self, key: ContentKey, address: int) -> Future[ReadResult] | None:
         """Copy a page to mapped frames at `address`. None if the page is not here."""
@@ -142,13 +157,18 @@ class HostTier:
         copy.add_done_callback(partial(self._filled, index, key))
         return copy
 
-    def wait_settled(self, timeout: float) -> bool:
-        """Wait until all slots are ready and nothing is being copied or checked; returns whether that is so."""
+    def wait_settled(self, timeout: float, pages: int = 0) -> bool:
+        """Wait until all slots are ready, nothing is being copied or checked, and at least `pages` pages are here.
+
+        Returns whether that is so.
+        """
         deadline = time.monotonic() + timeout
         if not self._prepared.wait(timeout):
             return False
         with self._changed:
-            return self._changed.wait_for(lambda: not self._users, max(0.0, deadline - time.monotonic()))
+            return self._changed.wait_for(
+                lambda: not self._users and len(self._pages) >= pages, max(0.0, deadline - time.monotonic())
+            )
 
     def close(self) -> None:
         """Finish what is under way and give the memory back, pages and all."""
@@ -185,7 +205,7 @@ class HostTier:
             left = self._left
             for slot in slots:
                 self._adopt(slot)
-        self._tell(left)
+        self._progressed(left)
 
     def _adopt(self, slot: int) -> None:
         """Have a slot checked that the last owner left a page in; any other is free."""
@@ -197,14 +217,17 @@ class HostTier:
         self._users += 1
         self._checking.submit(self._check, slot, key)
 
-    def _tell(self, left: int) -> None:
+    def _progressed(self, left: int) -> None:
         done = len(self._chunks) - left
         if left and done % max(1, len(self._chunks) // 10):
             return
         logger.info("Host tier: %d of %d pages are allocated and pinned.", self._ready, self.slots)
         if not left:
             logger.info("The host tier is ready after %.1f s.", time.monotonic() - self._begun)
-            self._prepared.set()
+            with self._lock:
+                self._prepared.set()
+            for tell in self._tell_ready:
+                tell()
 
     # ---- copies
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from swapper.errors import CorruptImage
 from swapper.geometry import DATA_ALIGNMENT, GRANULE_BYTES, pages
 from swapper.granules import page_identity
@@ -134,23 +136,26 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A published image: its directory and its manifest."""
+    """A published image: its directory, its manifest, and `identity`, by which it is told from one that replaced it."""
 
     path: Path
     manifest: Manifest
+    identity: str  # BLAKE3 of the manifest file
 
     @staticmethod
     def open(path: Path) -> Image:
         """Raises CorruptImage when the manifest is missing or unreadable, or a shard file is too short."""
-        manifest_path = path / MANIFEST
-        try:
-            text = manifest_path.read_bytes()
-        except OSError as error:
-            raise CorruptImage(f"{manifest_path} cannot be read ({error.strerror}). Add the model again.") from error
-        image = Image(path, Manifest.from_json(text, str(manifest_path)))
+        text = _read_manifest(path)
+        image = Image(path, Manifest.from_json(text, str(path / MANIFEST)), blake3(text).hexdigest())
         for shard in image.manifest.shards:
             image._check_length(shard)
         return image
+
+    @staticmethod
+    def check_identity(path: Path, identity: str) -> None:
+        """Raises CorruptImage if the image at `path` is not, or no longer, the one of that identity."""
+        if blake3(_read_manifest(path)).hexdigest() != identity:
+            raise CorruptImage(f"The image at {path} was replaced by another one. Ask for the model again.")
 
     def shard_path(self, rank: int) -> Path:
         return self.path / self.manifest.shards[rank].file
@@ -166,3 +171,10 @@ class Image:
                 f"{file} has {size:,} bytes of the {shard.data_start + shard.nbytes:,} that were packed. "
                 "Add the model again."
             )
+
+
+def _read_manifest(path: Path) -> bytes:
+    try:
+        return (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise CorruptImage(f"{path / MANIFEST} cannot be read ({error.strerror}). Add the model again.") from error

@@ -35,6 +35,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 MADV_POPULATE_WRITE = 23
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -44,6 +45,14 @@ def mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, o
     if result is None or result == _MAP_FAILED:
         raise _error("mmap")
     return result
+
+
+def keep_no_large_blocks() -> None:
+    """Have the allocator give every freed block of a megabyte or more back to the system at once, in this process.
+
+    By default it learns to keep larger and larger ones, and their gaps with them.
+    """
+    _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def munmap(address: int, nbytes: int) -> None:

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import torch
 
+from swapper import libc
 from swapper.checkpoint import Checkpoint
 from swapper.durable import copy_file, write_file
 from swapper.errors import SourceError, StoreError
@@ -82,6 +83,7 @@ def pack(
     Raises SourceError if the checkpoint does not hold what the plan says, StoreError if the directory cannot be
     written; a full disk is noticed before the first byte where that is possible.
     """
+    libc.keep_no_large_blocks()  # or the memory of converted tensors adds up
     layouts = [_layout(rank) for rank in plan.ranks]
     small_files = _small_files(checkpoint.path)
     _check_space(layouts, small_files, directory)

@@ -52,6 +52,13 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRun:
+    """Reads of adjacent pages of one shard: their frames can be mapped together."""
+
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Copy a page that is in to the host tier. Nobody waits for it."""
 
@@ -60,7 +67,7 @@ class Save:
     content: Content[PageTask]
 
 
-Work = Tell | TakeApart | Alias | Read | Save
+Work = Tell | TakeApart | Alias | ReadRun | Save
 
 SAVES_AT_ONCE = 2
 """Enough to keep a copy engine busy, and few enough to be out of the way when a page-in is asked for."""
@@ -70,6 +77,9 @@ class SavedPages(Protocol):
     """What the tables ask the host tier."""
 
     slots: int
+
+    @property
+    def is_ready(self) -> bool: ...
 
     def wants(self, key: ContentKey) -> bool: ...
 
@@ -81,8 +91,13 @@ class PageWork:
     a content's waiters holds no frame.
     """
 
-    def __init__(self, pool: FramePool, depth: int, tier: SavedPages | None = None) -> None:
+    def __init__(self, pool: FramePool, depth: int, run: int = 1, tier: SavedPages | None = None) -> None:
+        """Pages are handed out in runs of up to `run`, once there is room for that many in `depth`."""
+        if not 1 <= run <= depth:
+            raise ValueError(f"Pages cannot be read in runs of {run} with {depth} in flight.")
+        self._pool = pool
         self._depth = depth
+        self._run = run
         self._tier = tier
         # Pages from storage, the latest of as many as the tier could hold.
         self._unsaved: deque[tuple[PagedShard, int]] = deque(maxlen=tier.slots if tier is not None else 0)
@@ -115,7 +130,7 @@ class PageWork:
         while True:
             if self._ended:
                 return self._ended.popleft()
-            can_read = self._reading < self._depth
+            can_read = self._reading <= self._depth - self._run
             # Before shards are taken apart: one that was given up may hold what another page waited for.
             task = self._next_waiter() if can_read else None
             if task is None and self._broken:
@@ -124,8 +139,9 @@ class PageWork:
                 task = self._next_page()
             if task is None:
                 return self._next_save()
-            if (work := self._find_frame(task)) is not None:
-                return work
+            work = self._find_frame(task)
+            if work is not None:
+                return self._run_from(work) if isinstance(work, Read) else work
 
     def arrived(self, work: Alias | Read, source: str, stages: Mapping[str, float]) -> None:
         """A page is mapped and holds its bytes."""
@@ -198,8 +214,30 @@ class PageWork:
             self._queue.popleft()
         return None
 
+    def _run_from(self, read: Read) -> ReadRun:
+        """A read, and those of the pages behind it that can go with it."""
+        reads = [read]
+        job, page = read.task.job, read.task.page + 1
+        while (
+            len(reads) < self._run
+            and self._reading < self._depth
+            and job.next == page < job.last
+            and not job.failed
+            and self._pool.free
+            and self._contents.find(job.shard.key(page)) is None
+        ):
+            job.next += 1
+            following = self._find_frame(PageTask(job, page))
+            if not isinstance(following, Read):  # the last frame was taken meanwhile, and the page-in has failed
+                break
+            reads.append(following)
+            page += 1
+        return ReadRun(tuple(reads))
+
     def _next_save(self) -> Save | None:
-        while self._tier is not None and self._unsaved and not self._reading and self._saving < SAVES_AT_ONCE:
+        if self._tier is None or not self._tier.is_ready:
+            return None
+        while self._unsaved and not self._reading and self._saving < SAVES_AT_ONCE:
             shard, page = self._unsaved.popleft()
             content = shard.table.get(page)
             if content is None or shard.leaving or shard.failure is not None or not self._tier.wants(content.key):

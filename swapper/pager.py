@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from swapper.errors import CorruptImage, GswapdError, PageInAborted, WorkerError
 from swapper.frames import FramePool
 from swapper.host_tier import HostTier
 from swapper.image import Shard
-from swapper.page_work import Alias, PageWork, Read, Save, TakeApart, Tell, Work
+from swapper.page_work import Alias, PageWork, Read, ReadRun, Save, TakeApart, Tell, Work
 from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, SourceBytes
 from swapper.readers import Reader, ReadResult, ShardFile
 from swapper.verify import check_granules
@@ -57,11 +57,12 @@ class Pager:
         *,
         tier: HostTier | None = None,
         depth: int = 8,
+        run: int = 1,
         verify: bool = False,
         quiesce: Callable[[str], None] = _nothing_runs,
     ) -> None:
-        """`depth` bounds the reads in flight; `verify` checks every page from storage against the manifest's hashes
-        (the host tier checks its own when it gets them).
+        """`depth` bounds the reads in flight; up to `run` adjacent pages are mapped together. `verify` checks every
+        page from storage against the manifest's hashes (the host tier checks its own when it gets them).
 
         `quiesce(model)` is called when a page-in has failed, after waits for its pages have ended and before pages that
         were in are unmapped. It returns once no forward pass touches them, and must not call the pager. Pages that
@@ -74,11 +75,13 @@ class Pager:
         self._quiesce = quiesce
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # there may be work
-        self._work = PageWork(pool, depth, tier)
+        self._work = PageWork(pool, depth, run, tier)
         self._shards: dict[str, PagedShard] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="pager", daemon=True)
         self._thread.start()
+        if tier is not None:
+            tier.when_ready(self._look_for_work)
 
     def open(self, model: str, shard: Shard, path: Path) -> PagedShard:
         """Reserve a region for a shard; nothing is read yet. Raises CorruptImage if the file is too short."""
@@ -209,8 +212,8 @@ class Pager:
                 self._take_apart(work.shard)
             case Alias():
                 self._alias(work)
-            case Read():
-                self._start_read(work)
+            case ReadRun():
+                self._start_reads(work.reads)
             case Save():
                 self._save(work)
 
@@ -230,21 +233,29 @@ class Pager:
         else:
             self._arrived(work, "alias", {"map": time.perf_counter() - begun})
 
-    def _start_read(self, work: Read) -> None:
-        shard, page = work.task.job.shard, work.task.page
-        start, nbytes = shard.extent(page)
-        mapped = False
+    def _start_reads(self, reads: Sequence[Read]) -> None:
+        shard, first = reads[0].task.job.shard, reads[0].task.page
+        begun = time.perf_counter()
         try:
-            begun = time.perf_counter()
-            self._pool.map(shard.region, page, work.content.frame)
-            mapped = True
-            stages = {"map": time.perf_counter() - begun}
-            address = shard.region.address + start
+            self._pool.map(shard.region, first, *(read.content.frame for read in reads))
+        except (GswapdError, OSError) as error:
+            for read in reads:
+                self._lost(read, error)
+            return
+        seconds = (time.perf_counter() - begun) / len(reads)
+        for read in reads:
+            self._start_read(read, {"map": seconds})
+
+    def _start_read(self, work: Read, stages: dict[str, float]) -> None:
+        shard = work.task.job.shard
+        start, nbytes = shard.extent(work.task.page)
+        address = shard.region.address + start
+        try:
             future = self._tier.read(work.content.key, address) if self._tier is not None else None
             if future is None:
                 future = self._open_file(shard).read(shard.shard.data_start + start, address, nbytes)
         except (GswapdError, OSError, RuntimeError) as error:  # RuntimeError: the reader was closed
-            self._lost(work, error, unmap=mapped)
+            self._lost(work, error, unmap=True)
         else:
             future.add_done_callback(partial(self._read_back, work, stages))
 
@@ -306,6 +317,10 @@ class Pager:
             self._pool.unmap(work.task.job.shard.region, work.task.page)
         with self._lock:
             self._work.lost(work, error)
+            self._changed.notify()
+
+    def _look_for_work(self) -> None:
+        with self._lock:
             self._changed.notify()
 
     def _saved(self, work: Save) -> None:

@@ -3,8 +3,8 @@
     header | one entry a slot | slots of one page each, aligned to 2 MiB
 
 An entry tells which page a slot holds, with a checksum over its fields. It is written after the page, and wiped before
-the slot is filled again; so whenever a process is killed, every entry that reads as valid is one that was written whole.
-Whoever adopts an arena checks the pages themselves too, so not even that has to be believed.
+the slot is filled again; so whenever a process is killed, every entry that reads as valid is one that was written
+whole. Whoever adopts an arena checks the pages themselves too, so not even that has to be believed.
 
 The file is owned through a lock (`flock`) that the kernel takes back when its owner dies. An arena that nobody owns is
 adopted by a worker of the same name, and removed by any other of the same user.
@@ -102,13 +102,10 @@ class Arena:
     def _shape(self) -> None:
         """Make the file this arena's size and form, unless it is."""
         header = _HEADER.pack(_MAGIC, self.page_bytes, self.slots)
-        status = os.fstat(self._fd)
-        if status.st_size != self._nbytes or os.pread(self._fd, _HEADER.size, 0) != header:
+        if os.fstat(self._fd).st_size != self._nbytes or os.pread(self._fd, _HEADER.size, 0) != header:
             os.ftruncate(self._fd, 0)
-            os.ftruncate(self._fd, self._nbytes)
-            status = os.fstat(self._fd)
         room = os.fstatvfs(self._fd)
-        available = room.f_bavail * room.f_frsize + status.st_blocks * 512
+        available = room.f_bavail * room.f_frsize + os.fstat(self._fd).st_blocks * 512
         if self._nbytes > available:
             self.path.unlink(missing_ok=True)
             raise ConfigError(
@@ -116,6 +113,7 @@ class Arena:
                 f"{available:,} free. Make memory.host_tier smaller, or {self.path.parent} larger "
                 f"(mount -o remount,size=… {self.path.parent})."
             )
+        os.ftruncate(self._fd, self._nbytes)
         os.pwrite(self._fd, header, 0)
 
 

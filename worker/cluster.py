@@ -32,6 +32,8 @@ NODE_ADDRESS = "127.0.0.2"
 """On the loopback interface, so that Ray does not depend on this machine's network; Ray takes 127.0.0.1 to mean any
 address but that one."""
 
+WATCH_INTERVAL = 1.0  # seconds
+VITAL = ("gcs_server", "raylet")
 JOIN_TIMEOUT = 10.0  # seconds
 REAPER_TIMEOUT = 12.0  # seconds: a little more than the reaper's own patience
 
@@ -62,6 +64,13 @@ class Cluster:
         except BaseException:
             thread.shutdown(wait=False)
             raise
+
+    async def watch(self) -> None:
+        """Raise WorkerError once a private Ray has lost a process without which no worker can be started or reached."""
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL)
+            if self.is_private and (dead := _dead_processes()):
+                raise WorkerError(f"the private Ray has lost its {' and '.join(dead)}")
 
     async def stop(self) -> None:
         """Leave Ray; returns when a private one is gone, with its processes and files."""
@@ -113,6 +122,14 @@ def _connect(**options: Any) -> str:
         **options,
     )
     return str(ray.get_runtime_context().get_node_id())
+
+
+def _dead_processes() -> list[str]:
+    """Which of the vital processes that this one started have ended."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return [] if node is None else [kind for kind, _ in node.dead_processes() if kind in VITAL]
 
 
 def _log(data: Mapping[str, Any], ignore_prefix: bool) -> None:

@@ -5,7 +5,7 @@ wrong with one of them, say GroupLost, kill them all and start anew. What is wro
 
 - a death: the outstanding poll fails at once;
 - silence: a worker answers no poll for `heartbeat_timeout` although polls carry their own, far shorter time-out;
-- a stall: a worker says it is busy, but for `stall_timeout` no forward pass ends and no page arrives;
+- a stall: for `stall_timeout` a worker computes and ends no forward pass, or pages in and no page arrives;
 - disagreement between ranks, or a command that cannot be delivered.
 
 Reports are delivered by tasks that belong to one life of the group and end with it, so nothing of an earlier life
@@ -65,18 +65,29 @@ class Rank:
         self.ready: WorkerReady | None = None
         self.heartbeat: Heartbeat | None = None
         self.heard_at = 0.0
-        self.moved_at = 0.0  # when its progress last changed, or it was idle
+        self.computed_at = 0.0  # when it last ended a forward pass, or had none to make
+        self.paged_at = 0.0  # when a page last came in, or it wanted none
+
+    def begin(self, ready: WorkerReady, now: float) -> None:
+        self.ready = ready
+        self.heard_at = self.computed_at = self.paged_at = now
 
     def hear(self, heartbeat: Heartbeat, now: float) -> None:
         before = self.heartbeat
-        if (
-            before is None
-            or not heartbeat.busy
-            or (heartbeat.steps, heartbeat.pages_read) != (before.steps, before.pages_read)
-        ):
-            self.moved_at = now
+        if before is None or not heartbeat.computing or heartbeat.steps != before.steps:
+            self.computed_at = now
+        if before is None or not heartbeat.paging or heartbeat.pages_read != before.pages_read:
+            self.paged_at = now
         self.heartbeat = heartbeat
         self.heard_at = now
+
+    def stall(self, now: float, timeout: float) -> str | None:
+        """What has stood still for `timeout` seconds. Passes and pages are told apart: one must not hide the other."""
+        if now - self.computed_at >= timeout:
+            return f"has ended no forward pass for {timeout:g} s"
+        if now - self.paged_at >= timeout:
+            return f"has paged nothing in for {timeout:g} s, though it wants to"
+        return None
 
 
 class WorkerGroup:
@@ -170,6 +181,8 @@ class WorkerGroup:
                 await self._start_ranks()
             except WorkerError as error:
                 logger.error("group %s did not restart: %s", self.name, error)
+            except Exception:  # nothing but a restart that works may end these attempts
+                logger.exception("group %s did not restart", self.name)
             else:
                 return failures
 
@@ -183,8 +196,7 @@ class WorkerGroup:
             raise
         now = self._now()
         for rank, its in zip(self._ranks, ready, strict=True):
-            rank.ready = its
-            rank.heard_at = rank.moved_at = now
+            rank.begin(its, now)
         self._fault = self._loop.create_future()
         self._state = "up"
         self._deliver([GroupUp(frames=min(its.frames for its in ready))])
@@ -222,8 +234,8 @@ class WorkerGroup:
                 logger.exception("a report of %s could not be handled", name)
                 return f"a report of {name} could not be handled: {error!r}"
             cursor = batch.index + len(batch.reports)
-            if now - rank.moved_at >= self._stall_timeout:
-                return f"{name} has been busy for {self._stall_timeout:g} s without a step or a page"
+            if stall := rank.stall(now, self._stall_timeout):
+                return f"{name} {stall}"
 
     async def _poll(self, rank: Rank, cursor: int) -> Batch | None:
         """One poll; None if it is not answered in time.
@@ -243,7 +255,10 @@ class WorkerGroup:
 
     async def _kill_ranks(self) -> None:
         self._state = "down"
-        await asyncio.gather(*(rank.worker.kill() for rank in self._ranks))
+        ends = await asyncio.gather(*(rank.worker.kill() for rank in self._ranks), return_exceptions=True)
+        for error in ends:
+            if isinstance(error, Exception):  # it is given up either way
+                logger.error("a worker of group %s could not be killed", self.name, exc_info=error)
 
     def _name_of(self, rank: Rank) -> str:
         return f"worker {self.name}/{rank.worker.spec.rank}"

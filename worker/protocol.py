@@ -20,10 +20,14 @@ from swapper.pager import SourceBytes
 
 @dataclass(frozen=True, slots=True)
 class AddModel:
-    """Know a model by its image directory. Cheap: the module is built at the first page-in."""
+    """Know a model by its image directory. Cheap: the module is built at the first page-in.
+
+    A page-in fails if another image has taken that place since: `identity` is `swapper.image.Image.identity`.
+    """
 
     model: str
     path: str
+    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,8 @@ class Heartbeat:
 
     steps: int  # forward passes done
     pages_read: int  # pages that ever arrived
-    busy: bool  # whether a forward pass or a page-in is under way
+    computing: bool  # whether a forward pass or a command is under way
+    paging: bool  # whether a page-in is under way
     frames: int
     frames_free: int
     resident_bytes: int  # of the process, as the kernel counts it

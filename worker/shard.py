@@ -75,16 +75,19 @@ class Shard:
         reader: Reader,
         make_engine: Callable[[Emit], Engine],
         bind: Bind,
+        *,
         tier: HostTier | None = None,
+        depth: int = 8,
+        run: int = 1,
     ) -> None:
-        """`make_engine` is given the function that takes the engine's reports."""
+        """`make_engine` is given the function that takes the engine's reports; `depth` and `run` are the pager's."""
         self.spec = spec
         self._pool = pool
         self._tier = tier
         self._bind = bind
         self._log = ReportLog()
         self._engine = make_engine(self._log.append)
-        self._pager = Pager(pool, reader, tier=tier, verify=spec.verify, quiesce=self._quiesce)
+        self._pager = Pager(pool, reader, tier=tier, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce)
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")
@@ -116,7 +119,8 @@ class Shard:
         return Heartbeat(
             steps=self._engine.steps,
             pages_read=self._pager.progress,
-            busy=self._engine.busy or self._inbox.busy or any(slot.is_busy for slot in list(self._slots.values())),
+            computing=self._engine.busy or self._inbox.busy,
+            paging=any(slot.is_busy for slot in list(self._slots.values())),
             frames=self._pool.frames,
             frames_free=self._pool.free,
             resident_bytes=self._process.memory_info().rss,
@@ -137,7 +141,7 @@ class Shard:
     def _obey(self, item: Command | PageInEnded | BindEnded) -> None:
         match item:
             case AddModel():
-                self._slots.setdefault(item.model, ModelSlot(item.model, item.path))
+                self._slots.setdefault(item.model, ModelSlot(item.model, item.path, item.identity))
             case RemoveModel():
                 self._remove(item)
             case PageIn():
@@ -184,10 +188,17 @@ class Shard:
             slot.binding.add_done_callback(lambda binding: self._inbox.complete(BindEnded(slot, binding)))
 
     def _open(self, slot: ModelSlot) -> None:
-        """Read the manifest and reserve the region, the first time. Raises CorruptImage."""
+        """Read the manifest and reserve the region, the first time. Raises CorruptImage.
+
+        A page's hash is believed, so files of another image must never be read as this one's: not after `rm` and `add`
+        of the same name, which the daemon notices a moment later.
+        """
+        path = Path(slot.path)
+        if not slot.page_ins:
+            Image.check_identity(path, slot.identity)
         if slot.paged is not None:
             return
-        image = Image.open(Path(slot.path))
+        image = Image.open(path)
         ranks = image.manifest.shards
         if self.spec.rank >= len(ranks):
             raise CorruptImage(

@@ -30,6 +30,7 @@ class ModelSlot:
 
     name: str
     path: str
+    identity: str
     image: Image | None = None
     paged: PagedShard | None = None  # open
     binding: Future[Bound] | None = None  # under way; None before and after

@@ -73,3 +73,13 @@ def test_what_is_configured_holds_from_the_start_and_nothing_is_left_after_sigki
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert alive == []
         assert time.monotonic() - began < 10
+
+
+def test_a_daemon_whose_ray_dies_says_so_and_ends(config: dict[str, Any], tmp_path: Path) -> None:
+    with DaemonProcess(tmp_path, config) as daemon:
+        processes = family(daemon.process.pid)
+        next(process for process in processes if process.name() == "raylet").kill()
+        assert daemon.process.wait(30) == 1
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert alive == []
+    assert "lost its raylet" in daemon.output[-1]

@@ -26,9 +26,9 @@ def pack_image(checkpoint: Path, directory: Path, dtype: str | None = None) -> I
     return Image.open(directory)
 
 
-def bind(image: Image, load: bool = True) -> tuple[BoundModel, MemoryShard]:
+def bind(image: Image, load: bool = True, device: str = "cpu") -> tuple[BoundModel, MemoryShard]:
     """A model over memory, and its weights."""
-    shard = MemoryShard(image)
+    shard = MemoryShard(image, device)
     if load:
         shard.load(shard.shard.nbytes)
     return BoundModel.bind(image, shard), shard
@@ -46,8 +46,10 @@ class Sequences:
         self.prompts = prompts
         self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
         nbytes = blocks * KV_BLOCK_TOKENS * model.kv_bytes_per_token
-        self._memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # NaN: what was not written must not be read
-        self.cache: PagedKvCache = model.kv_cache(Region(self._memory.data_ptr(), nbytes, "cpu"))
+        device = model.weights.region.device
+        # NaN: what was not written must not be read
+        self.memory = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)
+        self.cache: PagedKvCache = model.kv_cache(Region(self.memory.data_ptr(), nbytes, device))
         self._free = [*range(0, blocks, 2), *range(1, blocks, 2)]  # so that a sequence's blocks are not neighbours
         self._blocks: list[list[int]] = [[] for _ in prompts]
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.blocks import BlockManager
-from swapper.frames import FramePool
+from swapper.errors import OutOfFrames
+from swapper.frames import Frame, FramePool, Region
 from swapper.geometry import KV_BLOCK_TOKENS
 from swapper.host_frames import HostFramePool
 
@@ -83,6 +84,21 @@ def test_an_empty_pool_means_no_block_now_and_nothing_leaks(pool: FramePool) -> 
     assert blocks.take(1) == (0,)
     for frame in others:
         pool.release(frame)
+    blocks.close()
+
+
+def test_a_frame_that_cannot_be_mapped_is_given_back(pool: FramePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel bounds how many mappings a process may have."""
+
+    def refuse(region: Region, page: int, frame: Frame) -> None:
+        raise OutOfFrames("out of mappings")
+
+    blocks = manager(pool, PAGE, granted=FRAMES)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "map", refuse)
+        assert blocks.take(1) is None
+    assert pool.free == FRAMES
+    assert blocks.take(1) == (0,)
     blocks.close()
 
 

@@ -241,6 +241,21 @@ def test_an_abort_drops_everything_in_silence_and_the_model_can_be_used_again(
     assert reports.answer("a") == continuation([1, 2], 8)
 
 
+def test_after_an_abort_nothing_more_is_said_of_a_request_that_was_cancelled_with_it(
+    engine: Engine, reports: Reports
+) -> None:
+    shard = FakeShard(2, resident=1)
+    add(engine, shard=shard, layers=2)
+    engine.submit(request("a", [1]))
+    assert shard.waiting.wait(TIMEOUT)
+    engine.cancel("a")
+    engine.abort("fake", TIMEOUT)
+    said = list(reports.all)
+    engine.remove("fake", TIMEOUT)
+    assert reports.all == said
+    assert reports.finished == {"a": "cancelled"}, "it ended before the abort, which is said before the abort returns"
+
+
 def test_an_abort_wakes_a_pass_that_waits_even_if_the_shard_did_not(engine: Engine, reports: Reports) -> None:
     shard = FakeShard(2, resident=1)
     add(engine, shard=shard, layers=2)

@@ -83,6 +83,15 @@ def test_attention_that_the_interface_does_not_tell_of_is_noticed(tmp_path: Path
         check_supported(configuration(tmp_path, "llama4_text", num_local_experts=2, **fields))
 
 
+def test_what_only_long_contexts_show_is_noticed(tmp_path: Path) -> None:
+    """Llama 4 without chunks scales its attention by the place in the packed row, from the 8,192nd token on."""
+    fields = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64}
+    kinds = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 1], "attention_chunk_size": None}
+    tuned = {"attn_temperature_tuning": True, "attn_scale": 2.0}
+    with pytest.raises(UnsupportedModel, match="does not compute the same"):
+        check_supported(configuration(tmp_path, "llama4_text", num_local_experts=2, **fields, **kinds, **tuned))
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_a_window_that_is_not_honoured_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str

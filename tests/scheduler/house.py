@@ -33,6 +33,7 @@ def served(name: str, pages: int, shared: int = 0) -> ServedModel:
     return ServedModel(
         name=name,
         path=f"/models/{name}",
+        identity=f"identity of {name}",
         page_bytes=PAGE_BYTES,
         page_hashes=(tuple(hashes),),
         nbytes=pages * PAGE_BYTES,

@@ -48,7 +48,7 @@ async def test_a_group_that_came_up_again_is_told_of_the_model_again() -> None:
         await pass_time(5)
         await here.answered("a")
         added = [command for post in here.group.posts for command in post if isinstance(command, AddModel)]
-        assert added == [AddModel("a", "/models/a")] * 2
+        assert added == [AddModel("a", "/models/a", "identity of a")] * 2
 
 
 @virtual_time

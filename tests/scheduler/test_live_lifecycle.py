@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from engine.request import Tokens
 from scheduler.core.core import CoreConfig, SchedulerCore
 from scheduler.core.invariants import check
 from scheduler.live import HEARTBEAT, STALLED_AFTER
@@ -14,7 +15,7 @@ from swapper.errors import Refused, WorkerError
 from tests.scheduler.fake_group import PAGE_BYTES, FakeGroup
 from tests.scheduler.house import House, house, served
 from tests.scheduler.virtual_time import pass_time, settle, virtual_time
-from worker.protocol import Cancel, PageIn
+from worker.protocol import Cancel, PageIn, PageInFailed
 
 A, B = served("a", 4), served("b", 4)
 
@@ -213,3 +214,37 @@ async def test_a_defect_in_the_core_refuses_everybody_and_turns_readiness_off(
         await pass_time(60)
         assert not here.scheduler.is_live()
         assert len(here.scheduler._inbox._events) == waiting, "nobody would ever take them"
+
+
+# ---- last words that come too late
+
+
+@virtual_time
+async def test_a_load_that_a_drain_cut_off_may_still_end() -> None:
+    async with house(A) as here:
+        load = asyncio.ensure_future(here.scheduler.load("a"))
+        await settle()
+        await here.scheduler.drain(1.0)
+        with pytest.raises(Refused, match="drain time"):
+            await load
+        await here.work()
+        assert here.scheduler.is_live()
+
+
+@virtual_time
+async def test_a_request_may_end_while_news_of_its_failure_waits() -> None:
+    """The worker fails the page-in and ends the cancelled request in one batch: the finish is heard first."""
+    async with house(A, B) as here:
+        client = here.ask("a")
+        await settle()
+        client.answer.cancel()
+        await settle()
+        page_in = here.group.next(PageIn)
+        here.group.serving.clear()
+        here.group.report(
+            PageInFailed("a", page_in.epoch, "disk"), Tokens(client.answer.request.id, 0, (), finish="cancelled")
+        )
+        await settle()
+        assert here.scheduler.is_live()
+        here.group.todo.clear()
+        await here.answered("b")

@@ -30,6 +30,9 @@ class ScriptedBackend:
             await asyncio.Event().wait()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray puts a handler of its own in place
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def stop(self) -> None:
         print("stopped", flush=True)
 

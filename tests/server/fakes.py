@@ -134,7 +134,9 @@ class FakeScheduler:
         return list(self.statuses.values())
 
     def workers(self) -> Sequence[WorkerStatus]:
-        heartbeat = Heartbeat(steps=7, pages_read=3, busy=False, frames=10, frames_free=4, resident_bytes=1 << 20)
+        heartbeat = Heartbeat(
+            steps=7, pages_read=3, computing=False, paging=False, frames=10, frames_free=4, resident_bytes=1 << 20
+        )
         return [WorkerStatus("default", 0, "up", 4321, 0, "cpu", "pread", heartbeat, 0.1)]
 
     def is_live(self) -> bool:

@@ -132,7 +132,7 @@ def test_a_bad_query_is_named(http: httpx.Client) -> None:
 def test_readiness_is_the_schedulers_progress(server: ServerThread, http: httpx.Client) -> None:
     answer = http.get("/readyz")
     assert answer.status_code == 200
-    assert answer.json()["workers"] == [{"group": "default", "rank": 0, "state": "up"}]
+    assert answer.json()["workers"] == [{"group": "default", "rank": 0, "state": "up", "host_tier": None}]
     server.scheduler.live = False
     try:
         assert http.get("/readyz").status_code == 503

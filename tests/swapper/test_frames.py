@@ -121,6 +121,22 @@ def test_one_frame_shows_the_same_bytes_at_two_addresses(pool: HostFramePool) ->
     assert memory(second.address + 10, 6) == b"shared"
 
 
+def test_a_run_of_pages_is_mapped_all_or_none(pool: HostFramePool) -> None:
+    region = pool.reserve(4 * SMALL)
+    third = mapped(pool, region, 2)
+    frames = [pool.take() for _ in range(3)]
+    with pytest.raises(ValueError, match="Page 2 of a region was mapped twice"):
+        pool.map(region, 0, *frames)
+    with pytest.raises(ValueError, match="not all were mapped"):
+        pool.unmap(region, 0)
+    pool.unmap(region, 2)
+    pool.map(region, 0, *frames, third)
+    write(region, 3 * SMALL, b"third")
+    pool.unmap(region, 0, 4)
+    pool.map(region, 1, third)
+    assert memory(region.address + SMALL, 5) == b"third"
+
+
 def test_a_run_of_pages_is_unmapped_all_or_none(pool: HostFramePool) -> None:
     region = pool.reserve(4 * SMALL)
     for page in (0, 1, 3):

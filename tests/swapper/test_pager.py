@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swapper.errors import CorruptImage, HashMismatch, OutOfFrames, PageInAborted, ReadError, WorkerError
+from swapper.frames import Frame, Region
 from swapper.host_frames import HostFramePool
 from swapper.image import Shard
 from swapper.pager import PagedShard, Pager
@@ -59,6 +60,19 @@ class Bench:
 
 
 MakeBench = Callable[..., Bench]
+
+
+def record_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """First page and length of what is mapped in one go from now on."""
+    runs: list[tuple[int, int]] = []
+    map_frames = bench.pool.map
+
+    def record(region: Region, page: int, *frames: Frame) -> None:
+        runs.append((page, len(frames)))
+        map_frames(region, page, *frames)
+
+    monkeypatch.setattr(bench.pool, "map", record)
+    return runs
 
 
 @pytest.fixture
@@ -195,6 +209,40 @@ def test_reads_in_flight_are_bounded(make: MakeBench) -> None:
         assert reader.started <= page + 2
         first.finish()
     outcome.result()
+
+
+def test_adjacent_pages_are_mapped_together(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = GatedReader()
+    bench = make(reader, depth=4, run=2)
+    runs = record_runs(bench, monkeypatch)
+    paged = bench.open("a", [1, 2, 3, 4, 5, 6, 7])
+    outcome = bench.begin("a", 0, 7)
+    for _ in range(7):
+        reader.next().finish()
+    outcome.result()
+    assert runs == [(0, 2), (2, 2), (4, 2), (6, 1)]
+    assert resident_bytes(paged) == data_of([1, 2, 3, 4, 5, 6, 7])
+
+
+def test_a_run_ends_at_a_page_that_some_frame_holds(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make(FaultyReader(lambda path, page: False), depth=8, run=4)
+    bench.open("other", [3])
+    page_in(bench.pager, "other", 0, 1)
+    runs = record_runs(bench, monkeypatch)
+    paged = bench.open("a", [1, 2, 3, 4, 4, 5])
+    result = page_in(bench.pager, "a", 0, 6)
+    assert result.sources["alias"].pages == 2
+    assert resident_bytes(paged) == data_of([1, 2, 3, 4, 4, 5])
+    assert [run for run in runs if run[0] != 4] == [(0, 2), (2, 1), (3, 1), (5, 1)]  # page 4 waits for page 3's read
+
+
+def test_a_run_is_no_longer_than_there_are_frames(make: MakeBench) -> None:
+    bench = make(FaultyReader(lambda path, page: False), frames=3, depth=8, run=4)
+    bench.open("a", [1, 2, 3, 4])
+    with pytest.raises(OutOfFrames):
+        page_in(bench.pager, "a", 0, 4)
+    assert bench.pool.free == 3
+    page_in(bench.pager, "a", 0, 3)
 
 
 def test_files_are_open_only_while_something_is_read(make: MakeBench) -> None:

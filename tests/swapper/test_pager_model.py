@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from swapper.errors import GswapdError
 from swapper.host_frames import HostFramePool
@@ -33,14 +33,17 @@ class PagerMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.reader = GatedReader()
         self.pool = HostFramePool(FRAMES, PAGE)
-        self.pager = Pager(self.pool, self.reader, depth=3)
         self.shards: dict[str, PagedShard] = {}
-        for model, tags in SHARDS.items():
-            path = Path(self.directory.name) / model
-            self.shards[model] = self.pager.open(model, write_shard(path, tags, TAILS[model]), path)
         self.resident = dict.fromkeys(SHARDS, 0)
         self.asked: dict[str, list[tuple[Outcome, int]]] = {model: [] for model in SHARDS}
         self.disturbed = False  # something failed or was given up since everything last had ended
+
+    @initialize(run=st.integers(1, 3))
+    def begin(self, run: int) -> None:
+        self.pager = Pager(self.pool, self.reader, depth=3, run=run)
+        for model, tags in SHARDS.items():
+            path = Path(self.directory.name) / model
+            self.shards[model] = self.pager.open(model, write_shard(path, tags, TAILS[model]), path)
 
     @rule(model=MODELS, pages=st.integers(1, 3))
     def page_in(self, model: str, pages: int) -> None:

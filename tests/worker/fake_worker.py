@@ -10,12 +10,12 @@ from worker.protocol import Batch, Command, Heartbeat, Report, WorkerReady, Work
 
 
 class FakeWorker:
-    def __init__(self, spec: WorkerSpec, start_error: str | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, start_error: Exception | None = None) -> None:
         self.spec = spec
         self.pid: int | None = None
         self.posted: list[Command] = []
         self.killed = False
-        self.busy = False
+        self.computing = self.paging = False
         self.steps = 0
         self.pages_read = 0
         self.piled_up = False
@@ -29,7 +29,7 @@ class FakeWorker:
 
     async def start(self) -> WorkerReady:
         if self._start_error is not None:
-            raise WorkerError(self._start_error)
+            raise self._start_error
         self.pid = 1000 + self.spec.rank
         return WorkerReady("cpu", self.spec.reader, self.spec.frames)
 
@@ -50,7 +50,8 @@ class FakeWorker:
             await asyncio.Event().wait()
         if self._death is not None:
             raise WorkerError(self._death)
-        heartbeat = Heartbeat(self.steps, self.pages_read, self.busy, self.spec.frames, self.spec.frames, 1)
+        frames = self.spec.frames
+        heartbeat = Heartbeat(self.steps, self.pages_read, self.computing, self.paging, frames, frames, 1)
         return Batch(cursor, tuple(self._reports[cursor:]), heartbeat)
 
     async def kill(self) -> None:

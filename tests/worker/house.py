@@ -84,7 +84,7 @@ class House:
 
     def add(self, name: str = "a", tags: Sequence[int] = (1, 2, 3)) -> Path:
         path = write_image(self.directory, name, tags)
-        self.post(AddModel(name, str(path)))
+        self.post(AddModel(name, str(path), Image.open(path).identity))
         return path
 
     def post(self, *commands: Command) -> None:
@@ -113,7 +113,11 @@ class House:
             self.poll(timeout=0.01)
 
     def until_idle(self) -> None:
-        self.until(lambda: not self.shard.poll(self.cursor, 0).heartbeat.busy)
+        self.until(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        heartbeat = self.shard.poll(self.cursor, 0).heartbeat
+        return not heartbeat.computing and not heartbeat.paging
 
     def close(self) -> None:
         self.may_bind.set()

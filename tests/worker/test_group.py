@@ -24,7 +24,7 @@ class House:
     def __init__(self, ranks: int = 1) -> None:
         self.workers: list[FakeWorker] = []
         self.heard: list[Report | GroupUp | GroupLost] = []
-        self.start_error: str | None = None
+        self.start_error: Exception | None = None
         self.born = asyncio.Event()  # set whenever a worker is made
         specs = [WorkerSpec("g", rank, frames=8 + rank, page_bytes=2 << 20) for rank in range(ranks)]
         self.group = WorkerGroup("g", specs, self._make, heartbeat_timeout=HEARTBEAT, stall_timeout=STALL)
@@ -66,7 +66,7 @@ async def test_a_started_group_is_up_with_the_frames_of_its_smallest_rank() -> N
 @virtual_time
 async def test_a_group_that_cannot_start_says_why_and_leaves_no_worker() -> None:
     house = House(ranks=2)
-    house.start_error = "the pool is larger than the memory"
+    house.start_error = WorkerError("the pool is larger than the memory")
     with pytest.raises(WorkerError, match="larger than the memory"):
         await house.group.start()
     assert house.heard == []
@@ -149,7 +149,7 @@ async def test_a_long_life_makes_the_next_restart_the_first_again() -> None:
 @virtual_time
 async def test_a_restart_that_fails_is_tried_again_and_nothing_is_said_meanwhile() -> None:
     async with House() as house:
-        house.start_error = "no memory yet"
+        house.start_error = WorkerError("no memory yet")
         house.worker.die()
         await pass_time(0.1)
         assert [type(report) for report in house.heard] == [GroupUp, GroupLost]
@@ -170,12 +170,24 @@ async def test_a_silent_worker_is_killed_and_replaced() -> None:
 
 
 @virtual_time
-async def test_a_worker_that_is_busy_without_progress_is_killed_and_replaced() -> None:
+async def test_a_worker_whose_forward_pass_does_not_end_is_replaced_whatever_it_reads() -> None:
     async with House() as house:
-        house.worker.busy = True
-        await pass_time(STALL + 1.0)
+        house.worker.computing = True
+        for _ in range(3):
+            await pass_time(STALL / 2)
+            house.worker.pages_read += 1
+        assert house.heard[1:] == [GroupLost("worker g/0 has ended no forward pass for 60 s"), GroupUp(8)]
+
+
+@virtual_time
+async def test_a_worker_whose_read_hangs_is_replaced_whatever_it_computes() -> None:
+    async with House() as house:
+        house.worker.computing = house.worker.paging = True
+        for _ in range(3):
+            await pass_time(STALL / 2)
+            house.worker.steps += 1
         assert house.heard[1:] == [
-            GroupLost("worker g/0 has been busy for 60 s without a step or a page"),
+            GroupLost("worker g/0 has paged nothing in for 60 s, though it wants to"),
             GroupUp(8),
         ]
 
@@ -184,7 +196,7 @@ async def test_a_worker_that_is_busy_without_progress_is_killed_and_replaced() -
 async def test_every_page_that_arrives_restarts_the_stall_timer() -> None:
     """Scenario 8: a disk so slow that loading takes minutes is no stall."""
     async with House() as house:
-        house.worker.busy = True
+        house.worker.paging = True
         for _ in range(20):
             await pass_time(STALL / 2)
             house.worker.pages_read += 1
@@ -194,7 +206,7 @@ async def test_every_page_that_arrives_restarts_the_stall_timer() -> None:
 @virtual_time
 async def test_every_forward_pass_restarts_the_stall_timer() -> None:
     async with House() as house:
-        house.worker.busy = True
+        house.worker.computing = True
         for _ in range(20):
             await pass_time(STALL / 2)
             house.worker.steps += 1
@@ -205,9 +217,21 @@ async def test_every_forward_pass_restarts_the_stall_timer() -> None:
 async def test_idle_time_is_no_stall() -> None:
     async with House() as house:
         await pass_time(2 * STALL)
-        house.worker.busy = True
+        house.worker.computing = house.worker.paging = True
         await pass_time(STALL / 2)
         assert house.heard == [GroupUp(8)]
+
+
+@virtual_time
+async def test_a_restart_that_fails_in_a_way_nobody_thought_of_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with House() as house:
+        house.start_error = RuntimeError("what is this?")
+        house.worker.die()
+        await pass_time(3.0)
+        house.start_error = None
+        await pass_time(60.0)
+        assert house.heard[-1] == GroupUp(8)
+    assert "what is this?" in caplog.text
 
 
 @virtual_time
@@ -234,7 +258,7 @@ async def test_ranks_that_disagree_are_rebuilt() -> None:
 async def test_stopping_ends_everything_even_in_the_middle_of_a_restart() -> None:
     house = House()
     await house.group.start()
-    house.start_error = "not yet"
+    house.start_error = WorkerError("not yet")
     house.worker.die()
     await pass_time(0.1)
     await house.group.stop()

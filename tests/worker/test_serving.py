@@ -72,6 +72,10 @@ def expected(checkpoint: Path) -> tuple[int, ...]:
     return tuple(output[0, len(PROMPT) :].tolist())
 
 
+def introduction(image: Image) -> AddModel:
+    return AddModel("llama", str(image.path), image.identity)
+
+
 def ask(name: str) -> Serve:
     return Serve(GenerationRequest(name, "llama", PROMPT, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)))
 
@@ -91,7 +95,7 @@ def test_a_model_answers_while_it_comes_in_and_again_after_it_was_out(
         await group.start()
         assert isinstance(await ear.next(), GroupUp)
         try:
-            heard = await hear(ear, group, AddModel("llama", str(image.path)), PageIn("llama", 0, pages, 1),
+            heard = await hear(ear, group, introduction(image), PageIn("llama", 0, pages, 1),
                                GrantKv("llama", 2, 2), ask("first"))  # fmt: skip
             assert answer(heard, "first") == expected
             assert Started("first") in heard
@@ -130,7 +134,14 @@ def test_a_request_that_runs_into_a_failed_page_is_dropped_and_succeeds_when_sen
     faults = {pages - 1}
     pool = HostFramePool(SPEC.frames, PAGE)
     shard = Shard(SPEC, pool, FaultyReader(lambda _, page: page in faults), partial(Engine, pool), BoundModel.bind)
-    shard.post([AddModel("llama", str(image.path)), PageIn("llama", 0, pages - 1, 1), GrantKv("llama", 2, 2), ask("r")])
+    shard.post(
+        [
+            introduction(image),
+            PageIn("llama", 0, pages - 1, 1),
+            GrantKv("llama", 2, 2),
+            ask("r"),
+        ]
+    )
     heard: list[Report] = []
 
     def hear_until(kind: type[Report], epoch: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from engine.request import KvReleased, RequestFailed, Started, Tokens
 from swapper.errors import UnsupportedModel, WorkerError
 from tests.swapper.paging import FaultyReader
-from tests.worker.house import Gate, House, request
+from tests.worker.house import Gate, House, request, write_image
 from worker.protocol import (
     Cancel,
     GrantKv,
@@ -126,6 +126,21 @@ def test_what_is_asked_of_unknown_models_is_answered(house: House) -> None:
         KvReleased("x", 3, 3),
         RequestFailed("r", words),
     ]
+
+
+def test_another_image_in_the_place_of_a_model_is_not_read_as_that_model(house: House) -> None:
+    """`rm` and `add` of the same name, before the daemon has noticed: hashes of the old one would be believed."""
+    path = house.add(tags=(1, 2, 3))
+    load(house)
+    house.post(PageOut("a", 1, epoch=2))
+    house.hear()
+    shutil.rmtree(path)
+    write_image(house.directory, "a", (1, 2, 4))
+    house.post(PageIn("a", 1, 3, epoch=3))
+    [report] = house.hear()
+    assert isinstance(report, PageInFailed)
+    assert "replaced" in report.message
+    assert house.pool.free == house.pool.frames
 
 
 # ---- while the module is built
@@ -345,7 +360,7 @@ def test_a_shard_is_busy_while_pages_come_in(slow: House, gate: Gate) -> None:
     slow.add()
     slow.post(PageIn("a", 0, 1, epoch=1))
     read = gate.next()
-    assert slow.poll(timeout=0).heartbeat.busy
+    assert slow.poll(timeout=0).heartbeat.paging
     read.finish()
     slow.hear()
     slow.until_idle()

@@ -1,0 +1,69 @@
+"""A shard is put together for the device it is on, and says what it really uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swapper.errors import ConfigError
+from tests.swapper.gpu import LACKING
+from tests.swapper.paging import PAGE, PATIENCE
+from tests.swapper.tiers import new_name
+from worker.assembly import open_shard
+from worker.client import _device
+from worker.protocol import WorkerSpec
+
+SPEC = WorkerSpec("g", 0, frames=4, page_bytes=PAGE)
+
+
+def test_on_a_cpu_frames_are_host_memory_and_files_are_read_with_pread() -> None:
+    shard, ready = open_shard(SPEC)
+    assert (ready.device, ready.reader, ready.frames) == ("cpu", "pread", 4)
+    assert shard.poll(0, 0.0).heartbeat.tier is None
+    shard.close()
+
+
+def test_the_heartbeat_tells_of_the_host_tier() -> None:
+    shard, _ = open_shard(replace(SPEC, tier_bytes=3 * PAGE + 1, tier_name=new_name()))
+    tier = shard._tier
+    assert tier is not None
+    assert tier.wait_settled(PATIENCE)
+    status = shard.poll(0, 0.0).heartbeat.tier
+    assert status is not None
+    assert (status.slots, status.ready, status.used) == (3, 3, 0)
+    shard.close()
+    tier.close()
+
+
+def test_what_cannot_read_into_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'pread' cannot read into a GPU's memory; use kvikio"):
+        open_shard(replace(SPEC, device="cuda", reader="pread"))
+    with pytest.raises(ConfigError, match="no reader 'mmap'"):
+        open_shard(replace(SPEC, reader="mmap"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(LACKING is not None, reason=LACKING or "")
+def test_on_a_gpu_the_pool_may_be_a_share_of_what_is_free() -> None:
+    shard, ready = open_shard(replace(SPEC, device="cuda", pool_share=0.01))
+    assert ready.device == "cuda:0"
+    assert ready.reader in ("kvikio/gds", "kvikio/posix")
+    assert ready.frames > SPEC.frames
+    shard.close()
+
+
+def test_auto_is_a_gpu_only_where_there_is_one() -> None:
+    assert _device("auto", has_gpu=False) == "cpu"
+    assert _device("cpu", has_gpu=True) == "cpu"
+    assert _device("cuda", has_gpu=False) == "cuda"
+
+
+def test_a_gpu_that_cannot_be_used_for_want_of_packages_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.client._is_installed", lambda package: package != "kvikio")
+    assert _device("auto", has_gpu=True) == "cpu"
+    assert "kvikio is not installed" in caplog.text
+    monkeypatch.setattr("worker.client._is_installed", lambda package: True)
+    assert _device("auto", has_gpu=True) == "cuda"

@@ -89,4 +89,4 @@ def make_model(config: dict[str, object], dtype: str, name: str, pool: FramePool
         weight = view(data, entry.offset, getattr(torch, TORCH_WORDS[entry.dtype]), entry.shape)
         weight.fill_(1) if len(entry.shape) == 1 else weight.normal_(0, 0.02)
     torch.cuda.synchronize()
-    return BoundModel.bind(Image(directory, manifest), resident)
+    return BoundModel.bind(Image(directory, manifest, identity=name), resident)

@@ -66,7 +66,8 @@ class GraphCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.cuda.MemPool()  # lives when no graph does
+        self._pool: Any = None
+        self._anchors: list[torch.cuda.CUDAGraph] = []  # a pool ends with its last graph, so each has one that stays
         self._lock = threading.RLock()  # a garbage collection may forget, at any point
         self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
         self._refused: set[object] = set()
@@ -105,22 +106,37 @@ class GraphCache:
         free, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
         with capture_lock:
-            pool: Any = self._memory.id
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            if self._pool is None:
+                self._begin_pool()
             try:
-                logits = run()
+                logits = self._capture(graph, run)
             except RuntimeError as error:  # it looks at numbers on the host, which a recording has none of
-                with suppress(RuntimeError):
-                    graph.capture_end()
                 logger.warning("Decodes of %s cannot be recorded as CUDA graphs, and run slower: %s", name, error)
                 self._refused.add(key.owner)
+                self._pool = None  # torch takes it to be recording still, and would not begin again
                 return None
-            graph.capture_end()
         left, _ = torch.cuda.mem_get_info(self._device)
         recorded = DecodeGraph(graph, row, logits, max(0, free - left))
         with self._lock:
             self._graphs[key] = recorded
         return recorded
+
+    def _begin_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        anchor = torch.cuda.CUDAGraph()
+        self._capture(anchor, lambda: torch.zeros(1, device=self._device))
+        self._anchors.append(anchor)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        except BaseException:
+            with suppress(RuntimeError):  # the stream must leave its recording all the same
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return result
 
     def forget(self, owner: object) -> None:
         """Drop a model's graphs: no pass of it is under way, and its addresses are given away."""

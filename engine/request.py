@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Defaults are the OpenAI API's; `temperature` 0 is greedy.
+    """How the next token is chosen. Defaults are the OpenAI API's; a `temperature` under 1e-5 is greedy.
 
     Sampling is a pure function of `(seed, position)`: a rerun or a resumption repeats it exactly.
     """

@@ -27,6 +27,9 @@ import torch
 
 from engine.request import SamplingParams, TokenLogprob
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it a row is greedy: there is no other token left, and a float32 no room to say so."""
+
 TOP_P_PREFIX = 512
 """Tokens that top-p sorts first; only a row whose likeliest 512 do not reach `top_p` is sorted as a whole."""
 
@@ -88,7 +91,7 @@ def _mix(state: int) -> int:
 
 
 def _takes_the_likeliest(params: SamplingParams) -> bool:
-    return params.temperature == 0 and not _has_penalties(params)
+    return params.temperature < LEAST_TEMPERATURE and not _has_penalties(params)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -150,8 +153,8 @@ class _Draw:
             [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params],
             [uniform(p.seed, row.position) for p, row in zip(params, rows, strict=True)],
         )
-        self._is_random = temperatures.squeeze(1) > 0
-        divisors = torch.where(temperatures > 0, temperatures, 1.0).to(logits.dtype)
+        self._is_random = temperatures.squeeze(1) >= LEAST_TEMPERATURE
+        divisors = torch.where(temperatures >= LEAST_TEMPERATURE, temperatures, 1.0).to(logits.dtype)
         # The highest logit of each row becomes 0, so that no temperature, however low, makes it infinite.
         self._logits = (logits - logits.amax(dim=-1, keepdim=True)) / divisors
         self._probabilities = torch.softmax(self._logits, dim=-1)

@@ -175,7 +175,7 @@ class SamplingDefaults(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     max_tokens: int | None = Field(default=None, ge=1)

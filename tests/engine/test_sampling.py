@@ -132,6 +132,14 @@ def test_a_very_low_temperature_is_greedy_and_stays_finite() -> None:
     assert tokens(scores, [SamplingRow(SamplingParams(temperature=1e-40), 0)]) == [int(scores.argmax())]
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-40, 1e-46, 5e-324])
+def test_a_temperature_that_float32_cannot_hold_is_greedy(temperature: float) -> None:
+    scores = logits(spread=10)
+    params = SamplingParams(temperature=temperature, repetition_penalty=1.1)
+    row = SamplingRow(params, 3, [1], {})
+    assert tokens(scores, [row]) == tokens(scores, [replace(row, params=replace(params, temperature=0.0))])
+
+
 def test_top_p_zero_keeps_the_likeliest() -> None:
     scores = logits()
     assert set(distribution(scores, SamplingParams(top_p=0.0), 50)) == {int(scores.argmax())}

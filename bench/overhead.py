@@ -4,17 +4,21 @@
 
 A real daemon, SmolLM2, one chat request after another with an answer of one token. The client's time from sending to
 the answer, less the forward pass that computed it, is the overhead; the daemon says in `Server-Timing` where the time
-went. Measured on an idle daemon, and while another model decodes: what then counts too is the wait for the
-other model's pass to end (`batch`). `client` is what the daemon cannot see: the client itself, and the sockets.
+went. Measured on an idle daemon, and while another model decodes: what then counts too is the wait for the other
+model's pass (`batch`). Each request comes at a random moment after the other model's next token, so that it meets a
+model that decodes and not the aftermath of the request before it; `busy, back to back` shows that case too. `client`
+is what the daemon cannot see: the client itself, and the sockets.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -28,6 +32,7 @@ from worker.add import add_model
 
 IDLE_MS, BUSY_MS = 10.0, 25.0
 WARM_UP, COUNT = 5, 60
+PASS_SECONDS = 0.06  # of a decode, about
 MODEL, OTHER = "smollm2", "smollm2-late"
 
 
@@ -52,10 +57,13 @@ def ask(client: httpx.Client) -> dict[str, float]:
     return {**stages, "client": total - sum(stages.values()), "total": total, "overhead": total - stages["compute"]}
 
 
-def measure(client: httpx.Client) -> dict[str, list[float]]:
-    """`COUNT` requests after a warm-up, by stage."""
-    asked = [ask(client) for _ in range(WARM_UP + COUNT)][WARM_UP:]
-    return {stage: [one[stage] for one in asked] for stage in asked[0]}
+def measure(client: httpx.Client, pause: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
+    """`COUNT` requests after a warm-up, by stage, with a pause before each."""
+    asked = []
+    for _ in range(WARM_UP + COUNT):
+        pause()
+        asked.append(ask(client))
+    return {stage: [one[stage] for one in asked[WARM_UP:]] for stage in asked[0]}
 
 
 class Decoding:
@@ -63,7 +71,8 @@ class Decoding:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._first = threading.Event()
+        self._token = threading.Event()
+        self._random = random.Random(1)
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -71,23 +80,31 @@ class Decoding:
         body = {"model": OTHER, "prompt": "Once", "max_tokens": 8000, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as response:
             for _ in response.iter_lines():
-                self._first.set()
+                self._token.set()
                 if self._enough.is_set():
                     return
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Decoding:
         self._thread.start()
-        if not self._first.wait(60):
+        self.pause()
+        return self
+
+    def pause(self) -> None:
+        """Until its next token has come, and a random moment more, of the length of a pass."""
+        self._token.clear()
+        if not self._token.wait(60):
             raise TimeoutError("the other model does not decode")
+        time.sleep(self._random.uniform(0, PASS_SECONDS))
 
     def __exit__(self, *_: object) -> None:
         self._enough.set()
         self._thread.join(60)
 
 
-def table(idle: dict[str, list[float]], busy: dict[str, list[float]]) -> str:
-    lines = [f"{'milliseconds, median':<22}{'idle':>8}{'busy':>8}"]
-    lines += [f"{s:<22}{statistics.median(idle[s]):8.2f}{statistics.median(busy[s]):8.2f}" for s in idle]
+def table(runs: dict[str, dict[str, list[float]]]) -> str:
+    lines = [f"{'milliseconds, median':<22}" + "".join(f"{name:>20}" for name in runs)]
+    for stage in runs["idle"]:
+        lines.append(f"{stage:<22}" + "".join(f"{statistics.median(run[stage]):20.2f}" for run in runs.values()))
     return "\n".join(lines)
 
 
@@ -97,17 +114,16 @@ def main() -> int:
         prepare(Path(directory)) as daemon,
         httpx.Client(base_url=daemon.url, timeout=60) as client,
     ):
-        idle = measure(client)
-        with Decoding(daemon.url):
-            busy = measure(client)
-    print(table(idle, busy))
+        runs = {"idle": measure(client)}
+        with Decoding(daemon.url) as other:
+            runs["busy"] = measure(client, other.pause)
+            runs["busy, back to back"] = measure(client)
+    print(table(runs))
     bars = [
-        Bar("overhead of a request, idle daemon", statistics.median(idle["overhead"]), IDLE_MS, "ms"),
-        Bar("overhead of a request, another model decodes", statistics.median(busy["overhead"]), BUSY_MS, "ms"),
+        Bar("overhead of a request, idle daemon", statistics.median(runs["idle"]["overhead"]), IDLE_MS, "ms"),
+        Bar("overhead of a request, another model decodes", statistics.median(runs["busy"]["overhead"]), BUSY_MS, "ms"),
     ]
-    samples = {
-        f"{name} {stage}": values for name, run in (("idle", idle), ("busy", busy)) for stage, values in run.items()
-    }
+    samples = {f"{name} {stage}": values for name, run in runs.items() for stage, values in run.items()}
     return report("overhead", bars, samples, {"requests": COUNT})
 
 

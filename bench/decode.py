@@ -130,7 +130,8 @@ def decode(engine: Engine, steps: Steps, graphs: GraphTimes, model: BoundModel, 
 def peer(model: BoundModel, batch: int) -> list[float]:
     """Milliseconds a step of transformers over the same weights: static cache, CUDA graph."""
     own = model._module
-    module = AutoModelForCausalLM.from_config(deepcopy(own.config), attn_implementation="sdpa").to("meta")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(deepcopy(own.config), attn_implementation="sdpa")
     module.load_state_dict(own.state_dict(), assign=True)
     module.model.rotary_emb = own.model.rotary_emb
     module.eval()
@@ -139,7 +140,7 @@ def peer(model: BoundModel, batch: int) -> list[float]:
     place = torch.full((batch, 1), CONTEXT - 1, device="cuda")
 
     def run() -> torch.Tensor:
-        return module(input_ids=tokens, position_ids=place, past_key_values=cache, use_cache=True).logits
+        return module(input_ids=tokens, position_ids=place, cache=cache, use_cache=True).logits
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -176,13 +177,13 @@ def main() -> int:
         decode(engine, steps, graphs, model, batch)  # kernels are compiled and graphs recorded
         for name, values in decode(engine, steps, graphs, model, batch).items():
             samples[f"{name}_{batch}"] = values
+            print(f"{name}_{batch}: {statistics.median(values):.3f} ms", flush=True)
     details |= {"weight_bytes": nbytes, "graph_bytes": graph_bytes(torch.device("cuda:0"))}
     engine.close()
     if not arguments.no_peer:
         for batch in BATCHES:
             samples[f"peer_{batch}"] = peer(model, batch)
-    for name, values in samples.items():
-        print(f"{name:<12}{statistics.median(values):8.3f} ms")
+            print(f"peer_{batch}: {statistics.median(samples[f'peer_{batch}']):.3f} ms", flush=True)
     bars = [Bar(f"decode step, batch {n}", statistics.median(samples[f"step_{n}"]), STEP_MS[n], "ms") for n in BATCHES]
     bars += [
         Bar(f"step but for its graph, batch {n}", statistics.median(samples[f"overhead_{n}"]), OVERHEAD_MS, "ms")

@@ -31,7 +31,7 @@ from swapper.image import Shard
 from swapper.kvikio_reader import KvikioReader
 from swapper.pager import PagedShard, PageInResult, Pager
 from swapper.tier_arena import Arena
-from worker.assembly import GPU_DEPTH, GPU_RUN, KVIKIO_THREADS
+from worker.assembly import GPU_DEPTH, GPU_RUN, kvikio_threads
 
 PATIENCE = 120.0
 STEADY_CALLS = 6
@@ -46,7 +46,7 @@ class Own:
         self.tmpfs, self.disk = tmpfs, disk
         self.device = CudaDevice()
         self.pages = self.shard.page_count(DEFAULT_PAGE_BYTES)
-        self.reader = KvikioReader(KVIKIO_THREADS, device="cuda:0")
+        self.reader = KvikioReader(kvikio_threads(), device="cuda:0")
         self.seconds: dict[str, list[float]] = {}
         self.details: dict[str, Any] = {"bytes": self.shard.nbytes, "kvikio": self.reader.source}
 

@@ -1,8 +1,11 @@
-"""Two things that transformers' models do in a dozen small kernels, done in one each: RMS norms and rotary embeddings.
+"""What transformers' models do in many small kernels, or in slow ones, done in one: norms, rotary embeddings, products.
 
-At batch 1 a decode reads each weight once, and every small kernel between two products costs as much as megabytes of
-weights. No model is known by name here: a module or function is replaced where it has the usual form, and only after
-it was tried on random numbers and ours gave the same. Replaced are attributes of one model's modules; nothing of
+A decode of batch 1 reads each weight once, and every small kernel between two products costs as much time as megabytes
+of weights. RMS norms and rotary embeddings take a dozen of them. Products with a single row are limited by how fast
+weights are read, at which the usual matrix kernels, made for many rows, are a fifth slower than could be.
+
+No model is known by name here. A norm or a rotary function is replaced where it has the usual form, and only after it
+was tried on random numbers and ours gave the same. Replaced are attributes of one model's modules; nothing of
 transformers changes for anybody else.
 
 Imported for models on a GPU only.
@@ -19,63 +22,100 @@ from typing import Any
 import torch
 import triton
 
-from engine.triton_kernels import rms_norm_kernel, rotary_kernel
+from engine.triton_kernels import rms_norm_kernel, rotary_kernel, row_product_kernel
 
 _ROTARY = "apply_rotary_pos_emb"  # what transformers calls it, in every model's file
 
-_VARIANTS = ((0.0, True), (0.0, False), (1.0, False))
-"""RMS norms in use: what is added to the weight, and whether the normed numbers are rounded before they meet it."""
+_OFFSETS = (0.0, 1.0)
+"""What RMS norms add to their weights: nothing, or, where weights are kept as differences from it, one."""
+
+_TOLERANCE = 2
+"""Mean difference of ours on random numbers, in units of their precision. Ours rounds once, the models' often."""
 
 _SEED = 7
 
-Norm = Callable[[torch.Tensor], torch.Tensor]
+_FEW_PROGRAMS = 512  # about four for each multiprocessor
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse(module: torch.nn.Module) -> None:
     """Replace what can be replaced in a module that is bound to its weights. Touches no weight."""
-    norms: dict[tuple[object, ...], tuple[float, bool] | None] = {}
+    norms: dict[tuple[object, ...], float | None] = {}
     rotaries: dict[Callable[..., Any], bool] = {}
     for part in module.modules():
-        if (parts := _norm_parts(part)) is not None:
+        if type(part) is torch.nn.Linear and part.weight.dtype in (torch.bfloat16, torch.float16):
+            _replace(part, _linear(part))
+        elif (parts := _norm_parts(part)) is not None:
             weight, epsilon = parts
             kind = (type(part), epsilon, weight.shape, weight.dtype)
             if kind not in norms:
-                norms[kind] = _norm_variant(part, weight, epsilon)
-            if (variant := norms[kind]) is not None:
-                part.forward = _norm(part, weight, epsilon, *variant)
+                norms[kind] = _norm_offset(part, weight, epsilon)
+            if (offset := norms[kind]) is not None:
+                _replace(part, _norm(part, weight, epsilon, offset))
         forward = inspect.unwrap(type(part).forward)
         rotary = forward.__globals__.get(_ROTARY) if isinstance(forward, FunctionType) else None
         if rotary is not None and _ROTARY in forward.__code__.co_names:
             if rotary not in rotaries:
                 rotaries[rotary] = _is_usual_rotary(rotary)
             if rotaries[rotary]:
-                part.forward = MethodType(_with_global(forward, _ROTARY, _rotary_or(rotary)), part)
+                _replace(part, MethodType(_with_global(forward, _ROTARY, _rotary_or(rotary)), part))
+
+
+def _replace(part: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    part.__dict__["forward"] = forward
+
+
+# ---- products with one row
+
+
+def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear` for an `x` of one row."""
+    outputs, inputs = weight.shape
+    out = x.new_empty(*x.shape[:-1], outputs)
+    block_n = 4 if outputs >= 4 * _FEW_PROGRAMS else 2 if outputs >= 2 * _FEW_PROGRAMS else 1
+    row_product_kernel[(triton.cdiv(outputs, block_n),)](
+        x, weight, out if bias is None else bias, out, outputs, inputs,
+        BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=1024, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _linear(part: torch.nn.Linear) -> Forward:
+    weight, bias = part.weight, part.bias
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == x.shape[-1] and x.dtype == weight.dtype and x.is_contiguous():
+            return row_product(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return linear
 
 
 # ---- RMS norms
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounded: bool) -> torch.Tensor:
-    """Rows of `x` over their root mean square, times the weight."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float) -> torch.Tensor:
+    """Rows of `x` over their root mean square, times weight and offset."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(x.numel() // width,)](
         x, weight, out, width, epsilon,
-        OFFSET=offset, ROUNDED=rounded, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
+        OFFSET=offset, BLOCK=block, num_warps=min(max(block // 512, 1), 8),
     )  # fmt: skip
     return out
 
 
-def _norm(part: torch.nn.Module, weight: torch.Tensor, epsilon: float, offset: float, rounded: bool) -> Norm:
+def _norm(part: torch.nn.Module, weight: torch.Tensor, epsilon: float, offset: float) -> Forward:
     original = type(part).forward
 
     def norm(hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.dtype != weight.dtype:
             result: torch.Tensor = original(part, hidden_states)
             return result
-        return rms_norm(hidden_states, weight, epsilon, offset, rounded)
+        return rms_norm(hidden_states, weight, epsilon, offset)
 
     return norm
 
@@ -90,8 +130,8 @@ def _norm_parts(part: torch.nn.Module) -> tuple[torch.Tensor, float] | None:
     return (weight, epsilon) if isinstance(epsilon, float) else None
 
 
-def _norm_variant(part: torch.nn.Module, like: torch.Tensor, epsilon: float) -> tuple[float, bool] | None:
-    """Which variant a norm is: the nearest to what it makes of random numbers, if it is near enough."""
+def _norm_offset(part: torch.nn.Module, like: torch.Tensor, epsilon: float) -> float | None:
+    """The offset with which ours makes the same of random numbers; None if there is none."""
     generator = torch.Generator(like.device).manual_seed(_SEED)
     weight, x = (
         torch.randn(shape, dtype=torch.float32, device=like.device, generator=generator).to(like.dtype)
@@ -101,9 +141,7 @@ def _norm_variant(part: torch.nn.Module, like: torch.Tensor, epsilon: float) -> 
     twin._parameters = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
     with torch.inference_mode():
         expected: torch.Tensor = type(part).forward(twin, x)
-        off = {variant: _difference(rms_norm(x, weight, epsilon, *variant), expected) for variant in _VARIANTS}
-    nearest = min(off, key=lambda variant: off[variant])
-    return nearest if off[nearest] <= 2 * torch.finfo(like.dtype).eps else None
+        return next((o for o in _OFFSETS if _is_near(rms_norm(x, weight, epsilon, o), expected)), None)
 
 
 # ---- rotary embeddings
@@ -155,7 +193,7 @@ def _is_usual_rotary(original: Callable[..., Any]) -> bool:
         except (RuntimeError, TypeError, ValueError):
             return False
         ours = rotary_embedding(query, key, cos, sin)
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
+    return all(_is_near(mine, theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 
 def _with_global(function: FunctionType, name: str, value: object) -> FunctionType:
@@ -168,8 +206,8 @@ def _with_global(function: FunctionType, name: str, value: object) -> FunctionTy
     return other
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The mean difference, as a part of the numbers' size; infinite if they are of different types."""
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     if found.dtype != expected.dtype or found.shape != expected.shape:
-        return float("inf")
-    return float((found.float() - expected.float()).abs().mean() / expected.float().abs().mean())
+        return False
+    difference = (found.float() - expected.float()).abs().mean() / expected.float().abs().mean()
+    return bool(difference < _TOLERANCE * torch.finfo(found.dtype).eps)

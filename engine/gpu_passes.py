@@ -14,10 +14,11 @@ import torch
 
 from engine import triton_attention
 from engine.batch import StepBatch
-from engine.graphs import BUCKETS, DecodeGraph, GraphKey, bucket_of, graphs_of
+from engine.graphs import DecodeGraph, GraphKey, bucket_of, graphs_of
 from engine.kv_cache import PagedKvCache
-from engine.step_inputs import Staging, StepTensors, decodes_only
+from engine.step_inputs import Staging, StepTensors, decode_row, decodes_only
 from engine.streams import pass_stream
+from swapper.geometry import kv_blocks
 
 if TYPE_CHECKING:
     from engine.attention import Pass
@@ -54,7 +55,15 @@ class TritonPass:
 class GpuPasses:
     """Runs one model's passes. Not for several threads at once."""
 
-    def __init__(self, name: str, device: torch.device, run: Run, is_ready: Callable[[int], bool], nbytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        run: Run,
+        is_ready: Callable[[int], bool],
+        nbytes: int,
+        context_length: int,
+    ) -> None:
         """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`."""
         self._name = name
         self._run = run
@@ -63,7 +72,7 @@ class GpuPasses:
         self._device = device
         self._staging = Staging(device)
         self._graphs = graphs_of(device)
-        self._rows: dict[int, torch.Tensor] = {}  # by KV region: what its graphs read
+        self._row = decode_row(device, kv_blocks(context_length))
         self._owner = object()  # of the graphs; another model may come to have this one's name and addresses
         weakref.finalize(self, self._graphs.forget, self._owner)
 
@@ -85,7 +94,8 @@ class GpuPasses:
         if bucket is not None and self._is_ready(self._nbytes):
             gate(self._nbytes)  # a graph has no gates
             graph = self._graph(bucket, cache)
-            if graph is not None and self._staging.copy_decodes(batch, bucket, graph.row):
+            if graph is not None:
+                self._row.copy(batch, bucket, self._owner)
                 return graph.replay()[: len(batch.slices)]
         return self._eager(self._staging.copy(batch), cache, gate)
 
@@ -97,20 +107,15 @@ class GpuPasses:
         graph = self._graphs.find(key)
         if graph is not None or not self._graphs.may_record(self._owner):
             return graph
-        row = self._rows.get(cache.region.address)
-        if row is None:
-            row = torch.empty(7 * BUCKETS[-1] + 1 + cache.blocks, dtype=torch.int64, device=self._device)
-            self._rows[cache.region.address] = row
-        inputs = StepTensors.over(row, bucket, bucket, bucket, 0, 0)
-        self._staging.pad(bucket, row)
+        inputs = self._row.tensors(bucket)
+        self._row.copy(StepBatch((), (), (), ()), bucket, self._owner)
         self._eager(inputs, cache, _open)  # what libraries and compilers do once, they do now
         torch.cuda.current_stream(self._device).synchronize()
-        return self._graphs.record(key, self._name, row, lambda: self._eager(inputs, cache, _open))
+        return self._graphs.record(key, self._name, lambda: self._eager(inputs, cache, _open))
 
     def close(self) -> None:
         """Drop the model's graphs."""
         self._graphs.forget(self._owner)
-        self._rows.clear()
 
 
 def _open(nbytes: int) -> None:

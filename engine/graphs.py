@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from engine.step_inputs import MAX_DECODES
 from swapper.cuda_driver import capture_lock
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, MAX_DECODES)
 """Numbers of sequences that graphs are recorded for; more run without a graph."""
 
 MAX_GRAPHS = 96
@@ -49,10 +50,9 @@ class GraphKey:
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """One recorded pass: the row of numbers that it reads, and the logits that it writes."""
+    """One recorded pass, and the logits that it writes."""
 
     graph: torch.cuda.CUDAGraph
-    row: torch.Tensor
     logits: torch.Tensor
     nbytes: int  # that the pool and the driver took for it
 
@@ -92,10 +92,8 @@ class GraphCache:
         """Whether no recording of the model has failed yet."""
         return owner not in self._refused
 
-    def record(
-        self, key: GraphKey, name: str, row: torch.Tensor, run: Callable[[], torch.Tensor]
-    ) -> DecodeGraph | None:
-        """Record `run`, which has run before, reads `row`, and returns the logits; None if it cannot be recorded.
+    def record(self, key: GraphKey, name: str, run: Callable[[], torch.Tensor]) -> DecodeGraph | None:
+        """Record `run`, which has run before and returns the logits; None if it cannot be recorded.
 
         The current stream must be the one that all passes use, and no other thread may use it meanwhile. Other threads
         may go on using the GPU on streams of their own.
@@ -116,7 +114,7 @@ class GraphCache:
                 self._pool = None  # torch takes it to be recording still, and would not begin again
                 return None
         left, _ = torch.cuda.mem_get_info(self._device)
-        recorded = DecodeGraph(graph, row, logits, max(0, free - left))
+        recorded = DecodeGraph(graph, logits, max(0, free - left))
         with self._lock:
             self._graphs[key] = recorded
         return recorded

@@ -152,7 +152,7 @@ class BoundModel:
 
         fuse(self._module)
         end = max((extent.end for extent in self.weights.shard.layers), default=0)
-        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end)
+        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end, self.context_length)
 
 
 def _fill_own_buffers(module: PreTrainedModel, device: torch.device) -> None:

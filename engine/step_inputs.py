@@ -8,18 +8,21 @@ number of tokens and sequences, and what is copied is as long as it must be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import SequenceSlice, StepBatch
+from engine.batch import StepBatch
 from swapper.geometry import KV_BLOCK_TOKENS
 
 Numbers = npt.NDArray[np.int64]
+
+MAX_DECODES = 64
+"""Sequences that a graph takes, at most."""
 
 _START = 1 << 14  # numbers that the pinned memory first has room for
 
@@ -65,15 +68,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._make_room(_START)
-
-    def copy_decodes(self, batch: StepBatch, bucket: int, target: torch.Tensor) -> bool:
-        """Copy a batch of decodes, padded to `bucket`, to the row of a graph; False if that has no room for it."""
-        used = self._decodes(batch, bucket, target.numel())
-        if not used:
-            return False
-        target[:used].copy_(self._pinned[:used], non_blocking=True)
-        return True
+        self._pinned = _pinned(_START, device)
 
     def copy(self, batch: StepBatch) -> StepTensors:
         """Copy any batch to memory of its own."""
@@ -81,64 +76,92 @@ class Staging:
         chunks = [piece for piece in batch.slices if piece.length > 1]
         pieces = decodes + chunks
         tokens, count = len(batch.tokens), len(pieces)
-        blocks = sum(len(piece.blocks) for piece in pieces)
-        host = self._row(3 * tokens + len(batch.sampled) + 3 * count + len(chunks) + 1 + blocks)
-        ids, positions, slots, sampled, starts, contexts, tables, cumulated, table = np.split(
-            host, np.cumsum([tokens, tokens, tokens, len(batch.sampled), count, count, count, len(chunks) + 1])
-        )
+        sizes = [tokens, tokens, tokens, len(batch.sampled), count, count, count, len(chunks) + 1]
+        host = self._row(sum(sizes) + sum(len(piece.blocks) for piece in pieces))
+        ids, positions, slots, sampled, starts, contexts, tables, cumulated, blocks = np.split(host, np.cumsum(sizes))
         ids[:], positions[:], sampled[:] = batch.tokens, batch.positions, batch.sampled
         starts[:] = [piece.start for piece in pieces]
         contexts[:] = [piece.context for piece in pieces]
-        _put_tables(pieces, tables, table)
-        cumulated[0] = 0
-        np.cumsum([piece.length for piece in chunks], out=cumulated[1:])
+        tables[:] = list(accumulate((len(piece.blocks) for piece in pieces[:-1]), initial=0))
+        blocks[:] = np.fromiter(chain.from_iterable(piece.blocks for piece in pieces), np.int64, len(blocks))
+        cumulated[:] = list(accumulate((piece.length for piece in chunks), initial=0))
         for piece, first in zip(pieces, tables.tolist(), strict=True):
             own = slice(piece.start, piece.start + piece.length)
-            places = positions[own]
-            slots[own] = table[first + places // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + places % KV_BLOCK_TOKENS
+            slots[own] = _slots(blocks, first, positions[own])
         row = self._pinned[: host.size].to(self._device, non_blocking=True)
         return StepTensors.over(row, tokens, len(batch.sampled), len(decodes), len(chunks), int(cumulated[-1]))
 
-    def pad(self, bucket: int, target: torch.Tensor) -> None:
-        """Copy a batch of nothing but padding to the row of a graph."""
-        self.copy_decodes(StepBatch((), (), (), ()), bucket, target)
+    def _row(self, size: int) -> Numbers:
+        if size > self._pinned.numel():
+            self._pinned = _pinned(2 * size, self._device)
+        host: Numbers = self._pinned.numpy()[:size]
+        return host
 
-    def _decodes(self, batch: StepBatch, bucket: int, room: int) -> int:
-        """Put a batch of decodes together, as `StepTensors.over` takes them apart; its size, 0 if there is no room."""
+
+class DecodeRow:
+    """The row that decode graphs read, and pinned memory to change it from.
+
+    Block tables lie at equal distances, so that from step to step only those are written anew that have grown. One row
+    serves many models, since one pass runs at a time.
+    """
+
+    def __init__(self, device: torch.device, max_blocks: int) -> None:
+        """For `MAX_DECODES` sequences, of so many blocks each."""
+        size = 7 * MAX_DECODES + 1 + MAX_DECODES * _rounded(max_blocks)
+        self._pinned = _pinned(size, device)
+        self._host: Numbers = self._pinned.numpy()
+        self.row = torch.empty(size, dtype=torch.int64, device=device)
+        # What is in the pinned memory: whose, for which bucket, at which distance; and its tables.
+        self._layout: tuple[object, int, int] = (None, 0, 0)
+        self._tables: list[tuple[int, ...]] = []
+
+    def tensors(self, bucket: int) -> StepTensors:
+        return StepTensors.over(self.row, bucket, bucket, bucket, 0, 0)
+
+    def copy(self, batch: StepBatch, bucket: int, owner: object) -> None:
+        """Copy a batch of one model's decodes, padded to `bucket`."""
         count = len(batch.tokens)
-        blocks = sum(len(piece.blocks) for piece in batch.slices)
-        fixed = 7 * bucket + 1
-        if fixed + blocks > room:
-            return 0
-        host = self._row(fixed + blocks)
+        stride = _rounded(max((len(piece.blocks) for piece in batch.slices), default=1))
+        used = 7 * bucket + 1 + bucket * stride
+        host = self._host[:used]
         grid = host[: 7 * bucket].reshape(7, bucket)
         ids, positions, slots, sampled, starts, contexts, tables = grid
-        grid[:, count:] = 0
-        slots[count:] = -1
-        sampled[:] = starts[:] = np.arange(bucket)
+        blocks = host[7 * bucket + 1 :]
+        if self._layout != (owner, bucket, stride):
+            self._layout, self._tables = (owner, bucket, stride), [()] * bucket
+            sampled[:] = starts[:] = np.arange(bucket)
+            tables[:] = np.arange(bucket) * stride
+        for index, piece in enumerate(batch.slices):
+            if self._tables[index] != piece.blocks:  # quick where it is the same tuple
+                blocks[index * stride : index * stride + len(piece.blocks)] = piece.blocks
+                self._tables[index] = piece.blocks
         ids[:count], positions[:count] = batch.tokens, batch.positions
-        contexts[:count] = [piece.context for piece in batch.slices]
-        host[7 * bucket] = 0
-        table = host[fixed:]
-        _put_tables(batch.slices, tables[:count], table)
-        places = contexts[:count] - 1
-        slots[:count] = table[tables[:count] + places // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + places % KV_BLOCK_TOKENS
-        return fixed + blocks
-
-    def _row(self, size: int) -> Numbers:
-        if size > self._host.size:
-            self._make_room(2 * size)
-        return self._host[:size]
-
-    def _make_room(self, size: int) -> None:
-        self._pinned = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._host: Numbers = self._pinned.numpy()
+        contexts[:count] = positions[:count] + 1
+        slots[:count] = _slots(blocks, tables[:count], positions[:count])
+        contexts[count:] = positions[count:] = ids[count:] = 0
+        slots[count:] = -1
+        self.row[:used].copy_(self._pinned[:used], non_blocking=True)
 
 
-def _put_tables(pieces: Sequence[SequenceSlice], tables: Numbers, table: Numbers) -> None:
-    """Write the sequences' blocks one behind the other, and where each begins."""
-    sizes = [len(piece.blocks) for piece in pieces]
-    if pieces:
-        tables[0] = 0
-        np.cumsum(sizes[:-1], out=tables[1:])
-        table[:] = np.fromiter(chain.from_iterable(piece.blocks for piece in pieces), np.int64, len(table))
+@cache
+def _decode_row(device: torch.device, max_blocks: int) -> DecodeRow:
+    return DecodeRow(device, max_blocks)
+
+
+def decode_row(device: torch.device, max_blocks: int) -> DecodeRow:
+    """A row for sequences of up to so many blocks, shared by all models of about that context."""
+    return _decode_row(device, 1 << (max_blocks - 1).bit_length())
+
+
+def _slots(blocks: Numbers, tables: Numbers | int, positions: Numbers) -> Numbers:
+    slots: Numbers = blocks[tables + positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
+    return slots
+
+
+def _pinned(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def _rounded(blocks: int) -> int:
+    """The distance of block tables that have up to so many blocks: it need not change at each new block."""
+    return -(-blocks // 16) * 16

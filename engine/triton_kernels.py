@@ -169,16 +169,14 @@ def combine_kernel(
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, width, epsilon, OFFSET: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, out, width, epsilon, OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Norm one row. Steps are rounded where a model's own are."""
+    """Norm one row."""
     start = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, BLOCK)
     row = tl.load(x + start + i, mask=i < width, other=0.0).to(tl.float32)
     scale = tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32) + OFFSET
     row = row * tl.rsqrt(tl.sum(row * row, 0) / width + epsilon)
-    if ROUNDED:
-        row = row.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + start + i, (row * scale).to(out.dtype.element_ty), mask=i < width)
 
 
@@ -187,7 +185,7 @@ def rotary_kernel(
     query, query_head, query_token, key, key_head, key_token, cos, sin, out,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Turn one head of one token; query heads come first, then key heads. Each product is rounded, as the models do."""
+    """Turn one head of one token; query heads come first, then key heads."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if head < HEADS:
@@ -204,8 +202,25 @@ def rotary_kernel(
     low_sin = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
     high_cos = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
     high_sin = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
-    new_low = (low * low_cos).to(kind).to(tl.float32) - (high * low_sin).to(kind).to(tl.float32)
-    new_high = (high * high_cos).to(kind).to(tl.float32) + (low * high_sin).to(kind).to(tl.float32)
     target = out + (token * (HEADS + KEY_HEADS) + head) * 2 * HALF + i
-    tl.store(target, new_low.to(kind), mask=inside)
-    tl.store(target + HALF, new_high.to(kind), mask=inside)
+    tl.store(target, (low * low_cos - high * low_sin).to(kind), mask=inside)
+    tl.store(target + HALF, (high * high_cos + low * high_sin).to(kind), mask=inside)
+
+
+@triton.jit
+def row_product_kernel(
+    x, weight, bias, out, outputs, inputs, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Some outputs of a linear layer of one row: each weight is read once, by whole rows, and summed in float32."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    rows = weight + n.to(tl.int64)[:, None] * inputs
+    for k0 in range(0, inputs, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        w = tl.load(rows + k[None, :], mask=(n < outputs)[:, None] & (k < inputs)[None, :], other=0.0)
+        v = tl.load(x + k, mask=k < inputs, other=0.0)
+        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < outputs)

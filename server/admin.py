@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
@@ -15,7 +15,16 @@ from server.errors import ApiError
 from server.service import Service, service_of
 from swapper.errors import ModelNotFound, Refused
 
-router = APIRouter(prefix="/admin")
+
+async def _known_query(request: Request) -> None:
+    """Every action takes `wait`, and nothing else is let pass in silence."""
+    known = {"wait"} if request.method == "POST" else set()
+    for name in request.query_params:
+        if name not in known:
+            raise ApiError(400, f"Parameter '{name}' is not supported.", "unsupported_parameter", name)
+
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(_known_query)])
 health = APIRouter()
 
 
@@ -45,9 +54,9 @@ async def evict(request: Request, name: str, wait: bool = True) -> Response:
 
 
 @router.post("/models/{name:path}/pin")
-async def pin(request: Request, name: str) -> Response:
+async def pin(request: Request, name: str, wait: bool = True) -> Response:
     try:
-        return await _act(request, name, "pin", service_of(request).scheduler.pin)
+        return await _act(request, name, "pin", service_of(request).scheduler.pin, wait)
     except Refused as refusal:
         if refusal.reason != "no_memory":
             raise
@@ -56,11 +65,11 @@ async def pin(request: Request, name: str) -> Response:
 
 
 @router.post("/models/{name:path}/unpin")
-async def unpin(request: Request, name: str) -> Response:
-    return await _act(request, name, "unpin", service_of(request).scheduler.unpin)
+async def unpin(request: Request, name: str, wait: bool = True) -> Response:
+    return await _act(request, name, "unpin", service_of(request).scheduler.unpin, wait)
 
 
-async def _act(request: Request, alias: str, action: str, act: Act, wait: bool = True) -> Response:
+async def _act(request: Request, alias: str, action: str, act: Act, wait: bool) -> Response:
     """Do it and answer with what came of it; without `wait`, answer 202 at once."""
     service = service_of(request)
     name = (await service.catalog.find(alias)).name

@@ -15,13 +15,13 @@ def create_app(service: Service) -> FastAPI:
     # No generated documentation: bodies are read by our own code, of which FastAPI knows no schema.
     app = FastAPI(title="gswapd", openapi_url=None)
     app.state.service = service
-    errors.register(app)
     keys = service.config.server
     for routes in (models, chat, completions):
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
     app.include_router(admin.router, dependencies=[Depends(key_required(keys.admin_key))])
     app.include_router(admin.health)
     app.add_middleware(Admission, limit=keys.max_requests)
+    errors.register(app)  # last: the middleware that is added last is outermost
     return app
 
 

@@ -2,14 +2,15 @@
 
 A cheap version of the store is compared every second, and when a name is asked for that is not known, so that a model
 can be used the moment `gswapd add` returns. What came or went is told to the scheduler. An image that cannot be served
-is reported, by the log and by `/admin/models`, and keeps nobody from the others.
+is reported, by the log and by `/admin/models`, and keeps nobody from the others. Whatever is wrong is logged when it
+begins, not every second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,9 @@ class Catalog:
         self._page_bytes = page_bytes
         self._forgotten = forgotten
         self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
+        self._colliding: frozenset[str] = frozenset()  # aliases that are also names in the store
+        self._unreadable = ""  # why the store could not be read when last looked at
+        self._looked = False
         self._version: StoreVersion | None = None
         self._found: dict[str, Found] = {}  # by the last look at the store
         self._refreshing = asyncio.Lock()
@@ -73,11 +77,14 @@ class Catalog:
         self._workers_up = asyncio.Event()
 
     def aliases(self, name: str) -> tuple[str, ...]:
-        return self._configs[name].aliases if name in self._configs else ()
+        """Other names of a model; not one that a model in the store has for its own."""
+        configured = self._configs[name].aliases if name in self._configs else ()
+        return tuple(alias for alias in configured if alias not in self._colliding)
 
     async def find(self, name: str) -> CatalogModel:
         """A model by its name or alias. Raises ModelNotFound, or CorruptImage if it is there and cannot be served."""
-        name = self._aliases.get(name, name)
+        if name not in self._colliding:
+            name = self._aliases.get(name, name)
         if name not in self.models:
             await self.refresh()
         if name in self.models:
@@ -89,31 +96,75 @@ class Catalog:
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
         while True:
-            try:
-                await self.refresh()
-            except OSError as error:
-                logger.error("The store %s cannot be read: %s", self._store.root, error)
+            await self.refresh()
             await asyncio.sleep(REFRESH_INTERVAL)
 
     async def refresh(self) -> None:
-        """Compare the store with what is known, and tell the scheduler of the difference."""
+        """Compare the store with what is known, and tell the scheduler of the difference. What cannot be read now is
+        served as it was known.
+        """
         async with self._refreshing:
-            version = await asyncio.to_thread(self._store.version)
-            if version == self._version:
+            try:
+                version = await asyncio.to_thread(self._store.version)
+                if version == self._version:
+                    self._unreadable = ""
+                    return
+                found, problems = await asyncio.to_thread(self._scan)
+            except OSError as error:
+                if self._unreadable != str(error):
+                    logger.error("The store %s cannot be read: %s", self._store.root, error)
+                self._unreadable = str(error)
                 return
-            found, problems = await asyncio.to_thread(self._scan)
-            for name, why in problems.items():
-                if self.problems.get(name) != why:
-                    logger.error("Model %s cannot be served: %s", name, why)
-            self.problems = problems
-            self._found = found
-            for name in [n for n, known in self.models.items() if n not in found or found[n][0] != known]:
-                self._remove(name)
-            # A model that is on its way out, its last request still running, cannot be added again yet.
-            leaving = {status.name for status in self._scheduler.models()} - self.models.keys()
-            for name in sorted(found.keys() - self.models.keys() - leaving):
-                self._add(*found[name])
-            self._version = None if leaving & found.keys() else version  # None: look again soon
+            self._unreadable = ""
+            self._compare(found, problems, version)
+            if not self._looked:
+                self._looked = True
+                self._warn_of_missing()
+
+    def _compare(self, found: dict[str, Found], problems: dict[str, str], version: StoreVersion) -> None:
+        for name, why in problems.items():
+            if self.problems.get(name) != why:
+                logger.error("Model %s cannot be served: %s", name, why)
+        self.problems = problems
+        self._found = found
+        self._collide(self._aliases.keys() & (found.keys() | problems.keys()))
+        for name in [n for n, known in self.models.items() if n not in found or found[n][0] != known]:
+            self._remove(name)
+        # A model that is on its way out, its last request still running, cannot be added again yet.
+        leaving = {status.name for status in self._scheduler.models()} - self.models.keys()
+        for name in sorted(found.keys() - self.models.keys() - leaving):
+            self._add(*found[name])
+        self._version = None if leaving & found.keys() else version  # None: look again soon
+
+    def _collide(self, aliases: Set[str]) -> None:
+        for alias in sorted(aliases - self._colliding):
+            logger.error(
+                "models.%s: alias %s is the name of another model in the store, and means that one. "
+                "Choose another alias.",
+                self._aliases[alias],
+                alias,
+            )
+        self._colliding = frozenset(aliases)
+
+    def _warn_of_missing(self) -> None:
+        """After the first look: what whoever started the daemon may not have meant."""
+        if not self._found and not self.problems:
+            logger.warning(
+                "The store %s %s. Add a model with: gswapd add CHECKPOINT --name NAME --store %s",
+                self._store.root,
+                "is empty" if self._store.root.exists() else "does not exist",
+                self._store.root,
+            )
+        for name in sorted(self._configs.keys() - self._found.keys() - self.problems.keys()):
+            config = self._configs[name]
+            wish = "to be pinned" if config.pinned else "to be preloaded" if config.preload else "configured"
+            logger.warning(
+                "Model %s is %s and is not in the store. Add it with: gswapd add CHECKPOINT --name %s --store %s",
+                name,
+                wish,
+                name,
+                self._store.root,
+            )
 
     def _scan(self) -> tuple[dict[str, Found], dict[str, str]]:
         found: dict[str, Found] = {}

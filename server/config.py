@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import psutil
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,11 +34,14 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from server.wording import in_plain_words
 from swapper.errors import ConfigError
 from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
 
 DEFAULT_FILE = Path("gswapd.yaml")
 ENV_PREFIX = "GSWAPD_"
+OTHER_VARIABLES = frozenset(("GSWAPD_URL", "GSWAPD_ADMIN_KEY", "GSWAPD_INSTANCE"))
+"""Of the commands that talk to a daemon, and of the watchdog; no part of the configuration."""
 DEFAULT_STORE = Path("~/.local/share/gswapd")
 
 _UNITS = {"": 1, "B": 1} | {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -78,6 +82,20 @@ def _expand(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str | Path) else value
 
 
+def _directory(path: Path) -> Path:
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError("is a file; the store is a directory, which `gswapd add` makes")
+    return path
+
+
+def _usable_key(key: SecretStr | None) -> SecretStr | None:
+    text = "x" if key is None else key.get_secret_value()
+    if not text or not text.isprintable() or " " in text:
+        raise ValueError("must not be empty or have white space in it; leave it out to let everyone in")
+    return key
+
+
+Key = Annotated[SecretStr | None, AfterValidator(_usable_key)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -91,8 +109,8 @@ class ServerConfig(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8321, ge=0, le=65535, description="0 takes a free port")
-    api_key: SecretStr | None = Field(default=None, description="wanted by /v1 routes when set")
-    admin_key: SecretStr | None = Field(default=None, description="wanted by /admin routes when set")
+    api_key: Key = Field(default=None, description="wanted by /v1 routes when set")
+    admin_key: Key = Field(default=None, description="wanted by /admin routes when set")
     max_requests: int = Field(default=1024, ge=1, description="requests in the house at once, in whatever stage")
     max_body: Size = Field(default=16 << 20, ge=1024, description="largest request body")
     tokenizer_threads: int = Field(default=2, ge=1, le=64)
@@ -145,7 +163,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
     verify: bool = Field(default=False, description="check the hash of every page that is read")
     reader: Literal["auto", "pread", "kvikio"] = Field(default="auto", description="auto: kvikio on a GPU, else pread")
-    read_threads: int | None = Field(default=None, ge=1, le=256, description="by default 16 on a GPU, else 4")
+    read_threads: int | None = Field(
+        default=None, ge=1, le=256, description="by default 4; with a GPU two less than cores, 16 at most"
+    )
     compute_threads: int | None = Field(default=None, ge=1, description="by default one less than there are cores")
     max_batch_tokens: int = Field(default=512, ge=16)
     max_batch_sequences: int = Field(default=64, ge=1)
@@ -197,7 +217,7 @@ class Config(BaseSettings):
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True
     )
 
-    store: Annotated[Path, BeforeValidator(_expand)] = DEFAULT_STORE
+    store: Annotated[Path, BeforeValidator(_expand), AfterValidator(_directory)] = DEFAULT_STORE
     server: ServerConfig = ServerConfig()
     memory: MemoryConfig = MemoryConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -264,7 +284,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -274,22 +294,42 @@ def _read(path: Path) -> dict[str, Any]:
     return values or {}
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _refuse_unknown_variables() -> None:
-    """A misspelt section in a variable's name would be ignored in silence by the settings library."""
+    """The settings library ignores in silence what it does not know."""
     for name in sorted(os.environ):
-        section = name.removeprefix(ENV_PREFIX).partition("__")[0].lower()
-        if name.startswith(ENV_PREFIX) and "__" in name and section not in Config.model_fields:
+        if not name.upper().startswith(ENV_PREFIX) or name.upper() in OTHER_VARIABLES:
+            continue
+        section, *inner = name[len(ENV_PREFIX) :].lower().split("__")
+        if section not in Config.model_fields:
             raise ConfigError(f"{name}: there is no section {section!r}; there are {', '.join(Config.model_fields)}.")
+        # `models` has names of models below it; of a section, the library itself refuses what it does not know.
+        depth = 1 if isinstance(Config.model_fields[section].default, Section) else 0
+        if section != "models" and len(inner) > depth:
+            raise ConfigError(f"{name}: {'.'.join((section, *inner[:depth]))} has no fields.")
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    """`server.port: Input should be less than or equal to 65535 (got 99999)`, keys kept out of it."""
+    """`server.port: must be at most 65535 (got 99999)`, keys kept out of it."""
     field = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{field}: there is no such field"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = in_plain_words(problem)
     if not field:
         return message
     if field.endswith("_key") or isinstance(problem["input"], dict):
         return f"{field}: {message}"
-    return f"{field}: {message} (got {problem['input']!r})"
+    given = problem["input"]
+    return f"{field}: {message} (got {str(given) if isinstance(given, Path) else repr(given)})"

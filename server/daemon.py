@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 HTTP_GRACE = 5
 """Seconds for connections to take their last bytes, once the scheduler has drained."""
 
+CLEAN_UP = 1  # second
+
 KEEP_ALIVE = 75
 """Seconds an idle connection is kept: longer than common clients and proxies keep theirs, so that they close first."""
 
@@ -139,7 +141,7 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
 async def _drain(service: Service) -> None:
     timeout = service.config.timeouts.drain
     logger.info("Shutting down: what runs may finish within %g s; a second signal ends it at once", timeout)
-    service.draining = True
+    service.begin_draining()
     await service.scheduler.drain(timeout)
 
 
@@ -171,10 +173,18 @@ def warn_if_open(config: ServerConfig) -> None:
             )
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Answers are left incomplete on purpose, to clients that take no more of them; defects are logged where they are
+    caught, in `server/errors.py`.
+    """
+    return record.msg != "ASGI callable returned without completing response."
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn with the signals left to the daemon."""
 
     def __init__(self, service: Service) -> None:
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -189,6 +199,11 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=HTTP_GRACE,
             )
         )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if cancelled := set(self.server_state.tasks):  # what took longer than the grace; it gets to clean up
+            await asyncio.wait(cancelled, timeout=CLEAN_UP)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -107,13 +107,13 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(rest)}
 
 
-_BYTES = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
 
 
 def _unmapped(text: str) -> bytes:
     """Byte-level spelling to bytes; a token with any other character in it (an added one) stands for itself."""
     try:
-        return bytes(_BYTES[c] for c in text)
+        return bytes(BYTE_ALPHABET[c] for c in text)
     except KeyError:
         return text.encode()
 

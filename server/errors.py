@@ -8,6 +8,7 @@ and within a stream.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.tokens import ChatTemplateError
+from server.wording import in_plain_words
 from swapper.errors import CorruptImage, GswapdError, ModelNotFound, Refused
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -105,8 +109,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def invalid_request(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The answer to a body that does not validate: its first problem, by the parameter's name."""
-    problem = problems[0]
+    """The answer to a body that does not validate: one problem, by the parameter's name.
+
+    What is not supported comes first, for it explains the others: a message of tool calls has no content.
+    """
+    problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     param = _parameter(problem["loc"])
     match problem["type"]:
         case "json_invalid":
@@ -117,8 +124,11 @@ def invalid_request(problems: Sequence[Mapping[str, Any]]) -> ApiError:
             message = f"Parameter '{param}' is not supported, or not with this value."
             return ApiError(400, message, "unsupported_parameter", param)
         case _:
-            detail = problem["msg"].removeprefix("Value error, ")
-            message = f"Parameter '{param}' is invalid: {detail}." if param else f"The request is invalid: {detail}."
+            detail = in_plain_words(problem)
+            if detail.startswith("must "):
+                message = f"Parameter '{param}' {detail}." if param else f"The request's body {detail}."
+            else:
+                message = f"Parameter '{param}' is invalid: {detail}."
             return ApiError(400, message, "invalid_value", param or None)
 
 
@@ -151,7 +161,34 @@ def register(app: FastAPI) -> None:
         return invalid_request([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]).response()
 
     app.add_exception_handler(RequestValidationError, invalid)
-    for kind in (GswapdError, HTTPException, Exception):
+    for kind in (GswapdError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, answer)
     for status in _CODES:
         app.add_exception_handler(status, no_route)
+    app.add_middleware(LastResort)
+
+
+class LastResort:
+    """Answers what nothing else has answered. Nothing is left to the HTTP server, which would log it a second time."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def watched(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+            return
+        except asyncio.CancelledError:
+            # The HTTP server ends so whatever outlives the grace that a shutdown has.
+            error = ApiError(503, "The server is shutting down.", "draining")
+        except Exception as defect:  # noqa: BLE001 – logged there
+            error = as_api_error(defect)
+        if not began:
+            await error.response()(scope, receive, send)

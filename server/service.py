@@ -11,6 +11,7 @@ from server.background import Background
 from server.catalog import Catalog
 from server.config import Config
 from server.metrics import Metrics
+from server.openai.body import Bodies
 from server.tokens import Tokenizers
 
 
@@ -22,7 +23,12 @@ class Service:
     tokenizers: Tokenizers
     metrics: Metrics
     background: Background = field(default_factory=Background)
+    bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False
+
+    def begin_draining(self) -> None:
+        self.draining = True
+        self.bodies.drain()
 
 
 def service_of(request: Request) -> Service:

@@ -1,7 +1,11 @@
 """Text to tokens: the tokenizer and chat template of an image, off the event loop.
 
-Tokenizers are read when a model is first asked for, kept in a small cache, and used in a thread pool of their own. They
-are loaded through transformers' tokenizer base class rather than `AutoTokenizer`, which would import torch.
+Tokenizers are read when a model is first asked for, kept in a small cache, and used in threads of their own. They are
+loaded through transformers' tokenizer base class rather than `AutoTokenizer`, which would import torch.
+
+A megabyte takes a second to tokenize. So that nobody waits for other people's megabytes, a long text is refused, before
+it is tokenized, if it cannot fit the model's context whatever its tokens are; else it goes through a thread that only
+long texts use, in front of which only a few may wait.
 """
 
 from __future__ import annotations
@@ -12,15 +16,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, ParamSpec, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from server.detokenize import Detokenizer, Vocabulary
-from swapper.errors import CorruptImage, GswapdError
+from server.token_bound import TokenBound
+from swapper.errors import CorruptImage, GswapdError, Refused
 
 CACHED_TOKENIZERS = 32
+
+LONG_TEXT = 64 << 10
+"""Characters that make a text long: up to here, tokenizing takes a few hundredths of a second."""
+
+LONG_CONVERSATION = 256  # messages: from here on, rendering the template takes long
+
+LONG_TEXTS = 8
+"""So many long texts are tokenized or wait for it; the next one is refused."""
+
+RETRY_LONG = 5.0  # seconds
+SAMPLE = 16  # characters for each token of the context: several times what a token usually has
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,34 +47,63 @@ class ChatTemplateError(GswapdError):
     """The model has no chat template, or its template refuses the conversation."""
 
 
+class PromptTooLong(GswapdError):
+    """A text has more tokens than the context, which was found without tokenizing all of it."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"The prompt has at least {least} tokens.")
+        self.least = least
+
+
 class ModelTokenizer:
-    """One model's tokenizer. Its methods take time: call them through `Tokenizers.run`."""
+    """One model's tokenizer. Its methods take time: call them through `Tokenizers`."""
 
     def __init__(self, model: str, path: Path) -> None:
         """Raises CorruptImage if the image has no tokenizer that can be read."""
         self.model = model
         self._tokenizer = _load(path)
         self.vocabulary = Vocabulary(self._tokenizer.backend_tokenizer)
+        self._bound = TokenBound(self._tokenizer.backend_tokenizer)
         self.vocabulary_size = self._tokenizer.backend_tokenizer.get_vocab_size()
         self.stop_tokens = _stop_tokens(path, self._tokenizer.eos_token_id)
 
     def detokenizer(self) -> Detokenizer:
         return self.vocabulary.detokenizer()
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """A plain prompt, with the begin-of-text token where the model wants one."""
-        return tuple(self._tokenizer.encode(text))
+    def encode(self, text: str, rendered: bool = False) -> tuple[int, ...]:
+        """A plain prompt, with the begin-of-text token where the model wants one, or a rendered conversation."""
+        # The template writes the special tokens itself.
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not rendered))
+
+    def check_length(self, text: str, limit: int) -> None:
+        """Raises PromptTooLong if `text` is sure to have more tokens than `limit`. Takes no longer than reading it."""
+        least = self._bound.least_tokens(text)
+        if least > limit:
+            raise PromptTooLong(least)
+
+    def check_sample(self, text: str, limit: int) -> None:
+        """The same by tokenizing a beginning of `text`, which takes a time that `limit` bounds.
+
+        A beginning has no more tokens than the whole, but for what the cut does to the last word. Twice the limit is
+        wide of that.
+        """
+        if self._bound.known and len(text) > SAMPLE * limit:
+            tokens = len(self.encode(text[: SAMPLE * limit], rendered=True))
+            if tokens > 2 * limit:
+                raise PromptTooLong(tokens // 2)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """A conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
+        return self.encode(self.render(messages), rendered=True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as the text that the model was trained on. Raises ChatTemplateError."""
         if not self._tokenizer.chat_template:
             raise ChatTemplateError(f"Model {self.model!r} has no chat template; use /v1/completions with it.")
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ChatTemplateError(f"The chat template of {self.model!r} refuses these messages: {error}") from error
-        # The template writes the special tokens itself.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
@@ -95,6 +141,8 @@ class Tokenizers:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize long")
+        self._long_places = BoundedSemaphore(LONG_TEXTS)
         self._loads: OrderedDict[tuple[str, Path, str], asyncio.Future[ModelTokenizer]] = OrderedDict()
 
     async def get(self, model: str, path: Path, fingerprint: str) -> ModelTokenizer:
@@ -113,9 +161,47 @@ class Tokenizers:
                 del self._loads[key]
             raise
 
+    async def encode(self, tokenizer: ModelTokenizer, text: str, limit: int) -> tuple[int, ...]:
+        """A prompt's tokens. Raises PromptTooLong, or Refused if too many long ones wait; a prompt that is not long may
+        also come back with more than `limit` tokens.
+        """
+        if len(text) <= LONG_TEXT:
+            return await self.run(tokenizer.encode, text)
+        return await self._encode_long(tokenizer, text, limit, rendered=False)
+
+    async def encode_chat(
+        self, tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, Any]], limit: int
+    ) -> tuple[int, ...]:
+        """The same for a conversation; raises ChatTemplateError as well."""
+        many = len(messages) > LONG_CONVERSATION
+        if not many and sum(len(message["content"]) for message in messages) <= LONG_TEXT:
+            return await self.run(tokenizer.encode_chat, messages)
+        # How long it is shows when it is rendered: templates leave out what they like.
+        text = await (self._run_long if many else self.run)(tokenizer.render, messages)
+        return await self._encode_long(tokenizer, text, limit, rendered=True)
+
+    async def _encode_long(self, tokenizer: ModelTokenizer, text: str, limit: int, rendered: bool) -> tuple[int, ...]:
+        await self.run(tokenizer.check_length, text, limit)
+
+        def encode() -> tuple[int, ...]:
+            tokenizer.check_sample(text, limit)
+            return tokenizer.encode(text, rendered)
+
+        return await self._run_long(encode)
+
+    async def _run_long(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._long_places.acquire(blocking=False):
+            message = f"{LONG_TEXTS} long prompts wait to be tokenized already; try again shortly."
+            raise Refused("queue_full", message, RETRY_LONG)
+        job = self._long.submit(function, *args, **kwargs)
+        # Its end, not its asker's: what has begun goes on in its thread when the client has gone.
+        job.add_done_callback(lambda _: self._long_places.release())
+        return await asyncio.wrap_future(job)
+
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` in a tokenizer thread. Admission bounds how many calls can queue here."""
+        """Call a `function` that is quick in a tokenizer thread. Admission bounds how many calls can queue here."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -15,6 +15,7 @@ from types import ModuleType
 
 NVIDIA_FS = Path("/proc/driver/nvidia-fs/version")
 CUFILE_CONFIG = Path("/etc/cufile.json")
+KERNEL_SYMBOLS = Path("/proc/kallsyms")
 P2PDMA_SYMBOL = "p2pdma_pgmap_ops"
 
 
@@ -37,6 +38,6 @@ def _uses_p2pdma() -> bool:
         # The file that NVIDIA ships has comments, which JSON has not.
         settings = json.loads(re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE))
         wanted = bool(settings.get("properties", {}).get("use_pci_p2pdma"))
-        return wanted and P2PDMA_SYMBOL in Path("/proc/kallsyms").read_text()
+        return wanted and P2PDMA_SYMBOL in KERNEL_SYMBOLS.read_text()
     except (OSError, ValueError, AttributeError):
         return False

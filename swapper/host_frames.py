@@ -44,8 +44,9 @@ class HostFramePool(BasePool):
             raise ConfigError(f"The page size must be a multiple of {DATA_ALIGNMENT} bytes, not {page_bytes}.")
         if frames <= 0:
             raise ConfigError(f"A frame pool needs at least one frame, not {frames}.")
+        fd = _allocate(frames * page_bytes)  # first, so that a pool far too large costs nothing
         super().__init__(frames, page_bytes)
-        self._fd = _allocate(frames * page_bytes)
+        self._fd = fd
 
     def peek(self, address: int, nbytes: int) -> memoryview:
         return libc.view(address, nbytes)

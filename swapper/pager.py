@@ -8,12 +8,11 @@ A page's content is known by hash before it is read. When a frame of the pool al
 is being filled with them, the page maps that frame instead of reading again (source `alias`). Next, the host tier is
 asked (source `host`); storage comes last, and what came from there is copied to the host tier behind the page-ins.
 
-One thread of the pager takes pages in order, finds each a frame, maps it and hands it to the reader, with at most
-`depth` reads in flight: so it maps ahead while bytes move. The reader's threads come back with the bytes, check their
-hashes and publish the page. One
-lock guards all tables (`swapper/page_work.py`); it is never held while memory is mapped, read or hashed. What must
-follow something else (telling who asked, taking a failed shard apart) is left to the pager's thread, so it happens in
-order.
+One thread of the pager takes pages in order, finds each a frame, maps it and has it read (`swapper/page_reads.py`),
+with at most `depth` pages in flight: so it maps ahead while bytes move. The reader's threads come back with the bytes,
+check their hashes and publish the pages. One lock guards all tables (`swapper/page_work.py`); it is never held while
+memory is mapped, read or hashed. What must follow something else (telling who asked, taking a failed shard apart) is
+left to the pager's thread, so it happens in order.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from swapper.errors import CorruptImage, GswapdError, PageInAborted, WorkerError
+from swapper.errors import GswapdError, PageInAborted, WorkerError
 from swapper.frames import FramePool
 from swapper.host_tier import HostTier
 from swapper.image import Shard
+from swapper.page_reads import PageReads, check_file
 from swapper.page_work import Alias, PageWork, Read, ReadRun, Save, TakeApart, Tell, Work
 from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, SourceBytes
-from swapper.readers import Reader, ReadResult, ShardFile
-from swapper.verify import check_granules
+from swapper.readers import Reader
 
 __all__ = ["PageInResult", "PagedShard", "Pager", "SourceBytes"]
 
@@ -61,17 +58,16 @@ class Pager:
         verify: bool = False,
         quiesce: Callable[[str], None] = _nothing_runs,
     ) -> None:
-        """`depth` bounds the reads in flight; up to `run` adjacent pages are mapped together. `verify` checks every
-        page from storage against the manifest's hashes (the host tier checks its own when it gets them).
+        """`depth` bounds the pages in flight; up to `run` adjacent ones are mapped together and read at once. `verify`
+        checks every page from storage against the manifest's hashes (the host tier checks its own when it gets them).
 
         `quiesce(model)` is called when a page-in has failed, after waits for its pages have ended and before pages that
         were in are unmapped. It returns once no forward pass touches them, and must not call the pager. Pages that
         are asked for from then on are not ready.
         """
         self._pool = pool
-        self._reader = reader
         self._tier = tier
-        self._verify = verify
+        self._reads = PageReads(pool, reader, tier, verify, self._arrived, self._lost)
         self._quiesce = quiesce
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # there may be work
@@ -85,7 +81,7 @@ class Pager:
 
     def open(self, model: str, shard: Shard, path: Path) -> PagedShard:
         """Reserve a region for a shard; nothing is read yet. Raises CorruptImage if the file is too short."""
-        _check_file(shard, path)
+        check_file(shard, path)
         with self._lock:
             if model in self._shards:
                 raise ValueError(f"{model} is open already.")
@@ -211,9 +207,9 @@ class Pager:
             case TakeApart():
                 self._take_apart(work.shard)
             case Alias():
-                self._alias(work)
+                self._reads.alias(work)
             case ReadRun():
-                self._start_reads(work.reads)
+                self._reads.start(work.reads)
             case Save():
                 self._save(work)
 
@@ -223,41 +219,6 @@ class Pager:
             self._pool.unmap(shard.region, first, count)
         with self._lock:
             self._work.taken_apart(shard)
-
-    def _alias(self, work: Alias) -> None:
-        begun = time.perf_counter()
-        try:
-            self._pool.map(work.task.job.shard.region, work.task.page, work.content.frame)
-        except (GswapdError, OSError) as error:
-            self._lost(work, error)
-        else:
-            self._arrived(work, "alias", {"map": time.perf_counter() - begun})
-
-    def _start_reads(self, reads: Sequence[Read]) -> None:
-        shard, first = reads[0].task.job.shard, reads[0].task.page
-        begun = time.perf_counter()
-        try:
-            self._pool.map(shard.region, first, *(read.content.frame for read in reads))
-        except (GswapdError, OSError) as error:
-            for read in reads:
-                self._lost(read, error)
-            return
-        seconds = (time.perf_counter() - begun) / len(reads)
-        for read in reads:
-            self._start_read(read, {"map": seconds})
-
-    def _start_read(self, work: Read, stages: dict[str, float]) -> None:
-        shard = work.task.job.shard
-        start, nbytes = shard.extent(work.task.page)
-        address = shard.region.address + start
-        try:
-            future = self._tier.read(work.content.key, address) if self._tier is not None else None
-            if future is None:
-                future = self._open_file(shard).read(shard.shard.data_start + start, address, nbytes)
-        except (GswapdError, OSError, RuntimeError) as error:  # RuntimeError: the reader was closed
-            self._lost(work, error, unmap=True)
-        else:
-            future.add_done_callback(partial(self._read_back, work, stages))
 
     def _save(self, work: Save) -> None:
         assert self._tier is not None
@@ -272,13 +233,6 @@ class Pager:
         else:
             copy.add_done_callback(lambda _: self._saved(work))
 
-    def _open_file(self, shard: PagedShard) -> ShardFile:
-        """Opened for each run of page-ins: idle models hold no descriptors, and a repaired file is found."""
-        if shard.file is None:
-            _check_file(shard.shard, shard.path)
-            shard.file = self._reader.open(shard.path)
-        return shard.file
-
     def _close_file(self, shard: PagedShard) -> None:
         with self._lock:
             if shard.jobs:
@@ -287,36 +241,18 @@ class Pager:
         if file is not None:
             file.close()
 
-    # ---- the reader's threads
-
-    def _read_back(self, work: Read, stages: dict[str, float], future: Future[ReadResult]) -> None:
-        shard = work.task.job.shard
-        try:
-            read = future.result()
-            stages["read"] = read.seconds
-            if self._verify and read.source != "host":
-                begun = time.perf_counter()
-                start, nbytes = shard.extent(work.task.page)
-                memory = self._pool.peek(shard.region.address + start, nbytes)
-                check_granules(shard.shard, shard.path, start, memory)
-                stages["verify"] = time.perf_counter() - begun
-        except Exception as error:  # noqa: BLE001 - whatever ended the read, the page-in ends with it
-            self._lost(work, error, unmap=True)
-        else:
-            self._arrived(work, read.source, stages)
-
     # ---- any thread
 
-    def _arrived(self, work: Alias | Read, source: str, stages: dict[str, float]) -> None:
+    def _arrived(self, works: Sequence[Alias | Read], source: str, stages: Mapping[str, float]) -> None:
         with self._lock:
-            self._work.arrived(work, source, stages)
+            for work in works:
+                self._work.arrived(work, source, stages)
             self._changed.notify()
 
-    def _lost(self, work: Alias | Read, error: Exception, *, unmap: bool = False) -> None:
-        if unmap:  # before the frame is given up: nobody else may be handed it while this page still shows it
-            self._pool.unmap(work.task.job.shard.region, work.task.page)
+    def _lost(self, works: Sequence[Alias | Read], error: Exception) -> None:
         with self._lock:
-            self._work.lost(work, error)
+            for work in works:
+                self._work.lost(work, error)
             self._changed.notify()
 
     def _look_for_work(self) -> None:
@@ -344,16 +280,6 @@ class Pager:
         if shard.jobs or shard.leaving:
             raise ValueError(f"{model} is being paged {'in' if shard.jobs else 'out'}; wait, or abort it first.")
         return shard
-
-
-def _check_file(shard: Shard, path: Path) -> None:
-    wanted = shard.data_start + shard.nbytes
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CorruptImage(f"{path} cannot be read ({error.strerror}). Add the model again.") from error
-    if size < wanted:
-        raise CorruptImage(f"{path} has {size:,} bytes, but its manifest says {wanted:,}. Add the model again.")
 
 
 def _runs(pages: list[int]) -> Iterator[tuple[int, int]]:

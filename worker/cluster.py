@@ -133,7 +133,8 @@ def _dead_processes() -> list[str]:
 
 
 def _log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-    logger.info("%s: %s", data.get("pid"), "; ".join(data.get("lines", ())))
+    # Not for operators: an orderly end of a worker reads "A worker died or was killed" here.
+    logger.debug("%s: %s", data.get("pid"), "; ".join(data.get("lines", ())))
 
 
 class PrivateRay:

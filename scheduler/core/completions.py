@@ -27,6 +27,9 @@ from scheduler.core.requests import Request
 from scheduler.core.state import Group, State
 from scheduler.core.transitions import Signal
 
+MOST_LOSSES = 3
+"""A request that ran on so many groups when they were lost is not run again: it may be what they die of."""
+
 SMOOTHING = 0.1
 """Weight of the latest request in the average service time."""
 
@@ -156,7 +159,11 @@ def _lose(state: State, group: Group, message: str) -> None:
     for placement in group.placements.values():
         placement.follow(Signal.LOST)
         for request in [state.requests[running] for running in placement.running]:
-            if request.cancelled:
+            request.losses += 1
+            if request.losses >= MOST_LOSSES:
+                why = f"The request was lost with its workers {request.losses} times. The last time: {message}"
+                _end_lost(state, request, "engine_failed", why)
+            elif request.cancelled:
                 _end_lost(state, request, "engine_failed", f"Group {group.name} was lost: {message}")
             elif state.models[request.model].removed:
                 _end_lost(state, request, "removed", f"Group {group.name} was lost and model {request.model} removed.")

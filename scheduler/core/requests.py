@@ -21,6 +21,7 @@ class Request:
     deadline: float
     group: str | None = None
     served: float = 0.0
+    losses: int = 0  # groups that were lost while it ran there
     started: bool = False  # a worker computed something of it; from then on its deadline is met
     cancelled: bool = False
 

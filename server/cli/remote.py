@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DEFAULT_URL = "http://127.0.0.1:8321"
+PIPE_WIDTH = 1000  # columns: more than any table has
 
 Url = Annotated[str, typer.Option(envvar="GSWAPD_URL", help="Address of the daemon.")]
 AdminKey = Annotated[str, typer.Option(envvar="GSWAPD_ADMIN_KEY", help="Admin key of the daemon, if it has one.")]
@@ -31,22 +32,43 @@ def call(method: str, url: str, path: str, admin_key: str, **query: Any) -> Any:
     """One admin request; the answer's JSON. Raises Unreachable or RequestRefused with the daemon's own sentence."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    _check_url(url)
+    if not admin_key.isprintable():
+        raise RequestRefused("--admin-key has a character in it that no key has.")
+    # As bytes: httpx takes text to be ASCII.
+    headers = {b"Authorization": f"Bearer {admin_key}".encode(errors="surrogateescape")} if admin_key else {}
     try:
         # Loading may take minutes on a slow disk, and the daemon bounds it: only connecting is bounded here.
         answer = httpx.request(
             method, url.rstrip("/") + path, headers=headers, params=query, timeout=httpx.Timeout(None, connect=5)
         )
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except httpx.RequestError as error:
         raise Unreachable(f"no daemon answers at {url} ({error}). Start one with: gswapd serve") from error
     try:
         body = answer.json()
     except ValueError as error:
         raise RequestRefused(f"{url} answered {answer.status_code} and no JSON: is it a gswapd?") from error
+    if not isinstance(body, dict):
+        raise RequestRefused(f"{url} answered with something else than was asked for: is it a gswapd?")
     if answer.is_error:
-        detail = body.get("error", {}) if isinstance(body, dict) else {}
-        raise RequestRefused(detail.get("message") or f"{url} answered {answer.status_code}")
+        detail = body.get("error")
+        message = detail.get("message") if isinstance(detail, dict) else None
+        raise RequestRefused(message or f"{url} answered {answer.status_code}")
     return body
+
+
+def _check_url(url: str) -> None:
+    """Raises RequestRefused unless `url` is just where a daemon listens."""
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise RequestRefused(f"--url {url} is no URL ({error}). It looks like {DEFAULT_URL}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise RequestRefused(f"--url {url} is no HTTP URL. It looks like {DEFAULT_URL}")
+    if parsed.path not in ("", "/") or parsed.query or parsed.fragment:
+        raise RequestRefused(f"--url {url} has a path. It is the daemon's address alone, like {DEFAULT_URL}")
 
 
 def human_bytes(count: float) -> str:
@@ -59,42 +81,68 @@ def human_bytes(count: float) -> str:
 
 
 def models_table(models: list[dict[str, Any]]) -> Table:
-    """The table `gswapd ps` prints, from the answer of `GET /admin/models`."""
+    """The table `gswapd ps` prints, from the answer of `GET /admin/models`: 80 columns, unless a name is long."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("MODEL", "STATE", "RESIDENT", "PAGES", "PIN", "RUNNING", "WAITING", "LAST LOAD", "FROM"):
-        table.add_column(column)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    # Nothing is cut off: where the terminal is too narrow, names go on in the next line.
+    table.add_column("MODEL", overflow="fold")
+    for column in ("STATE", "SIZE", "HELD", "PIN", "RUN", "WAIT", "LOAD"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("FROM", min_width=9)
     for model in models:
         load = model["last_load"]
         sources = load["sources"] if load else {}
         table.add_row(
             model["name"],
-            model["state"] + (f": {model['reason']}" if model["reason"] else ""),
-            f"{human_bytes(model['resident_bytes'])} of {human_bytes(model['total_bytes'])}",
-            f"{model['resident_pages']}/{model['total_pages']}",
+            model["state"],
+            human_bytes(model["total_bytes"]),
+            _percent(model["resident_pages"], model["total_pages"]),
             "yes" if model["pinned"] else "",
             str(model["running"]),
             str(model["waiting"]),
-            f"{load['seconds']:.3f} s" if load and not load["error"] else "",
-            ", ".join(f"{name} {human_bytes(part['bytes'])}" for name, part in sources.items()),
+            f"{load['seconds']:.3g} s" if load and not load["error"] else "",
+            ", ".join(f"{name} {_percent(part['pages'], load['pages'])}" for name, part in sources.items()),
         )
     return table
+
+
+def _percent(part: int, whole: int) -> str:
+    """Never 0% or 100% of what is neither nothing nor all."""
+    if not whole:
+        return "0%"
+    return f"{min(max(round(100 * part / whole), 1 if part else 0), 100 if part >= whole else 99)}%"
 
 
 def ps(url: Url = DEFAULT_URL, admin_key: AdminKey = "") -> None:
     """Show the models of a daemon: what is in memory, how long loading took and from where."""
     from rich.console import Console
 
-    Console().print(models_table(call("GET", url, "/admin/models", admin_key)["models"]))
+    answer = call("GET", url, "/admin/models", admin_key)
+    if "models" not in answer:
+        raise RequestRefused(f"{url} answered with something else than was asked for: is it a gswapd?")
+    models, problems = answer["models"], answer.get("problems", ())
+    if models:
+        # For a program or a file, a model is one line, however long.
+        Console(width=None if Console().is_terminal else PIPE_WIDTH).print(models_table(models))
+    elif not problems:
+        print("There are no models. Add one with: gswapd add CHECKPOINT --name NAME")
+    for model in models:
+        if model["reason"]:
+            print(f"{model['name']} {model['state']}: {model['reason']}")
+    for problem in problems:
+        print(f"{problem['name']} cannot be served: {problem['reason']}")
 
 
 def _act(action: str, model: str, url: str, admin_key: str, **query: Any) -> None:
     from urllib.parse import quote
 
-    status = call("POST", url, f"/admin/models/{quote(model, safe='')}/{action}", admin_key, **query)
+    path = f"/admin/models/{quote(model, safe='', errors='surrogateescape')}/{action}"
+    status = call("POST", url, path, admin_key, **query)
     pinned = ", pinned" if status["pinned"] else ""
-    print(f"{status['name']}: {status['state']}, {status['resident_pages']} of {status['total_pages']} pages{pinned}")
+    asked = f"{action} was asked for; now " if query.get("wait") == "false" else ""
+    pages = f"{status['resident_pages']} of {status['total_pages']} pages"
+    print(f"{status['name']}: {asked}{status['state']}, {pages}{pinned}")
 
 
 def load(model: Name, wait: Wait = True, url: Url = DEFAULT_URL, admin_key: AdminKey = "") -> None:

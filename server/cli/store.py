@@ -24,6 +24,16 @@ def _store(path: Path | None):  # type: ignore[no-untyped-def]
     return Store(path or load_config().store)
 
 
+def _existing_store(path: Path | None):  # type: ignore[no-untyped-def]
+    """For commands that would find nothing in a new one. Raises StoreError."""
+    from swapper.errors import StoreError
+
+    store = _store(path)
+    if not (store.root / "models").is_dir():
+        raise StoreError(f"There is no model store at {store.root}. `gswapd add` makes one; --store names another.")
+    return store
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on the terminal (nothing where there is none), fed with bytes done and bytes in all."""
@@ -48,9 +58,19 @@ def add(
     store: StorePath = None,
 ) -> None:
     """Check a checkpoint, pack it for paging and put it into the store. A serving daemon sees it at once."""
+    from swapper.errors import ModelExists
+    from swapper.store import check_name
+
+    # What costs nothing to see is told before the libraries that pack are imported, which takes seconds.
+    check_name(name)
+    where = _store(store)
+    if name in where.list():
+        raise ModelExists(
+            f"A model named {name} is in the store {where.root}. Choose another name, or remove it first with "
+            f"`gswapd rm {name}`."
+        )
     from worker.add import add_model
 
-    where = _store(store)
     with progress_bar(f"packing {name}") as progress:
         image = add_model(where, source, name, dtype=dtype, tp=tp, pp=pp, progress=progress)
     size = sum(shard.nbytes for shard in image.manifest.shards)
@@ -59,13 +79,13 @@ def add(
 
 def rm(name: Name, store: StorePath = None) -> None:
     """Remove a model from the store. A serving daemon finishes its running requests first."""
-    _store(store).remove(name)
+    _existing_store(store).remove(name)
     print(f"removed {name}")
 
 
 def gc(store: StorePath = None) -> None:
     """Remove what crashed or interrupted commands left in the store."""
-    print(f"freed {human_bytes(_store(store).gc())}")
+    print(f"freed {human_bytes(_existing_store(store).gc())}")
 
 
 def verify(name: Name, store: StorePath = None) -> None:
@@ -73,7 +93,7 @@ def verify(name: Name, store: StorePath = None) -> None:
     from swapper.verify import verify as verify_image
 
     with progress_bar(f"verifying {name}") as progress:
-        bad = verify_image(_store(store).open(name), progress)
+        bad = verify_image(_existing_store(store).open(name), progress)
     for line in bad:
         print(line)
     if bad:

@@ -18,11 +18,11 @@ from fastapi import APIRouter, Request, Response
 from engine.request import GenerationRequest
 from server.catalog import CatalogModel
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, ScoredToken, answer_limit, sampling_params
-from server.openai.schemas import ChatRequest, read
+from server.openai.generation import Generation, ScoredToken, answer_limit, prompt_too_long, sampling_params
+from server.openai.schemas import ChatRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
-from server.tokens import ModelTokenizer
+from server.tokens import ModelTokenizer, PromptTooLong
 
 DEFAULT_MAX_TOKENS = 2048
 """Where neither the request nor the configuration says anything."""
@@ -34,7 +34,7 @@ router = APIRouter()
 async def create(request: Request) -> Response:
     began = time.perf_counter()
     service = service_of(request)
-    body = await read(request, ChatRequest, service.config.server.max_body)
+    body = parse(ChatRequest, await service.bodies.read(request, service.config.server.max_body))
     model = await service.catalog.find(body.model)
     identity = f"chatcmpl-{uuid.uuid4().hex}"
     generation = await while_connected(request, _generation(service, body, model, identity))
@@ -48,11 +48,14 @@ async def create(request: Request) -> Response:
 async def _generation(service: Service, body: ChatRequest, model: CatalogModel, identity: str) -> Generation:
     tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
     messages = [message.for_template() for message in body.messages]
-    prompt = await service.tokenizers.run(tokenizer.encode_chat, messages)
+    try:
+        prompt = await service.tokenizers.encode_chat(tokenizer, messages, model.context_length)
+    except PromptTooLong as error:
+        raise prompt_too_long(model, f"at least {error.least}", "messages") from None
     defaults = model.config.defaults
     default = defaults.max_tokens or DEFAULT_MAX_TOKENS
     room = service.scheduler.room(model.name)
-    limit = answer_limit(model, len(prompt), body.wanted_tokens, default, room, "messages")
+    limit = answer_limit(model, len(prompt), body, default, room, "messages")
     sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.wanted_logprobs)
     request = GenerationRequest(identity, model.name, prompt, sampling)
     return Generation(service, model.name, tokenizer, request, body.stop)

@@ -15,11 +15,11 @@ from engine.request import GenerationRequest
 from server.catalog import CatalogModel
 from server.errors import ApiError
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, ScoredToken, answer_limit, merge, sampling_params
-from server.openai.schemas import CompletionRequest, read
+from server.openai.generation import Generation, ScoredToken, answer_limit, merge, prompt_too_long, sampling_params
+from server.openai.schemas import CompletionRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
-from server.tokens import ModelTokenizer
+from server.tokens import ModelTokenizer, PromptTooLong
 
 DEFAULT_MAX_TOKENS = 16
 """The OpenAI API's, where neither the request nor the configuration says anything."""
@@ -31,7 +31,7 @@ router = APIRouter()
 async def create(request: Request) -> Response:
     began = time.perf_counter()
     service = service_of(request)
-    body = await read(request, CompletionRequest, service.config.server.max_body)
+    body = parse(CompletionRequest, await service.bodies.read(request, service.config.server.max_body))
     model = await service.catalog.find(body.model)
     identity = f"cmpl-{uuid.uuid4().hex}"
     generations = await while_connected(request, _generations(service, body, model, identity))
@@ -49,20 +49,25 @@ async def _generations(
     tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
     defaults = model.config.defaults
     generations = []
-    for index, given in enumerate(body.prompt):
-        param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
-        prompt = await _tokens(service, tokenizer, given, param)
+    for index, given in enumerate(body.prompts):
+        param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"
+        prompt = await _tokens(service, model, tokenizer, given, param)
         default = defaults.max_tokens or DEFAULT_MAX_TOKENS
-        limit = answer_limit(model, len(prompt), body.max_tokens, default, service.scheduler.room(model.name), param)
+        limit = answer_limit(model, len(prompt), body, default, service.scheduler.room(model.name), param)
         sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.logprobs)
         request = GenerationRequest(f"{identity}-{index}", model.name, prompt, sampling)
         generations.append(Generation(service, model.name, tokenizer, request, body.stop))
     return generations
 
 
-async def _tokens(service: Service, tokenizer: ModelTokenizer, prompt: str | list[int], param: str) -> tuple[int, ...]:
+async def _tokens(
+    service: Service, model: CatalogModel, tokenizer: ModelTokenizer, prompt: str | list[int], param: str
+) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        return await service.tokenizers.run(tokenizer.encode, prompt)
+        try:
+            return await service.tokenizers.encode(tokenizer, prompt, model.context_length)
+        except PromptTooLong as error:
+            raise prompt_too_long(model, f"at least {error.least}", param) from None
     if max(prompt) >= tokenizer.vocabulary_size:
         message = (
             f"Parameter '{param}' is invalid: {max(prompt)} is not a token; there are {tokenizer.vocabulary_size}."

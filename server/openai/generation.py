@@ -68,9 +68,15 @@ def sampling_params(
 
 
 def answer_limit(
-    model: CatalogModel, prompt_tokens: int, wanted: int | None, default: int, room: int | None, param: str
+    model: CatalogModel,
+    prompt_tokens: int,
+    body: Generate,
+    default: int,
+    room: int | None,
+    param: str,
 ) -> int:
-    """How many tokens an answer may have: `wanted`, else `default` or what the context or memory (`room`) has left.
+    """How many tokens an answer may have: what `body` wants, else `default`, or what the context or memory (`room`) has
+    left.
 
     KV memory is reserved for the longest answer that a request may have, so one that does not say how long its answer
     may be does not get the whole context.
@@ -80,18 +86,30 @@ def answer_limit(
     if prompt_tokens == 0:
         raise ApiError(400, f"Parameter '{param}' is invalid: it holds no token.", "invalid_value", param)
     rest = model.context_length - prompt_tokens
-    if rest < (wanted or 1):
-        answer = f"and {wanted} for the answer" if wanted else "and leaves none for the answer"
+    wanted = body.wanted_tokens
+    if rest < 1:
+        raise prompt_too_long(model, str(prompt_tokens), param)
+    if wanted is not None and rest < wanted:
         raise ApiError(
             400,
             f"This model's context is {model.context_length} tokens long, but the request has {prompt_tokens} in the "
-            f"prompt {answer}. Shorten one of them.",
+            f"prompt and {wanted} for the answer. Shorten one of them.",
             "context_length_exceeded",
-            param,
+            body.limiting_parameter,
         )
     if wanted is None and room is not None:
         rest = max(1, min(rest, room - prompt_tokens))
     return wanted or min(rest, default)
+
+
+def prompt_too_long(model: CatalogModel, tokens: str, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"This model's context is {model.context_length} tokens long, but the request has {tokens} in the prompt, "
+        "which leaves none for the answer. Shorten it.",
+        "context_length_exceeded",
+        param,
+    )
 
 
 class Generation:

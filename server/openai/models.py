@@ -16,7 +16,11 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     catalog = service_of(request).catalog
     await catalog.refresh()
-    data = [_describe(name, model) for model in catalog.models.values() for name in (model.name, *model.config.aliases)]
+    data = [
+        _describe(name, model)
+        for model in catalog.models.values()
+        for name in (model.name, *catalog.aliases(model.name))
+    ]
     return {"object": "list", "data": data}
 
 

@@ -6,10 +6,20 @@ A parameter of the OpenAI API that is not supported is still taken with the valu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from server.errors import ApiError, invalid_request
 
@@ -40,22 +50,46 @@ INT64 = 1 << 63
 def _drop(values: object, neutral: dict[str, tuple[object, ...]]) -> object:
     if not isinstance(values, dict):
         return values
-    return {k: v for k, v in values.items() if v is not None and v not in neutral.get(k, ())}
+    return {k: v for k, v in values.items() if v is not None and not _is_one_of(v, neutral.get(k, ()))}
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in neutral)  # to Python, True == 1
 
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object) -> object:
-    """One prompt, as text or as token ids, is a list of one."""
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
-        return [value]
-    return _listed(value)
+TEXT, TOKENS, LIST = "<text>", "<tokens>", "<list>"
+"""What a value is taken for, so that a problem is told of what was meant. As no parameter can be called:
+`errors.invalid_request` leaves these out of names."""
+
+
+def _shape(value: object) -> str | None:
+    if isinstance(value, str):
+        return TEXT
+    if isinstance(value, list):
+        return TOKENS if value and isinstance(value[0], int | float) else LIST
+    return None
+
+
+def _content_shape(value: object) -> str | None:
+    return LIST if isinstance(value, list) else _shape(value)
+
+
+def _one_of(shape: Callable[[object], str | None], names: str) -> Discriminator:
+    return Discriminator(shape, custom_error_type="shape", custom_error_message=f"must be {names}")
+
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(TOKENS)]
+Prompt = Annotated[Annotated[str, Tag(TEXT)] | Tokens, _one_of(_shape, "text or a list of tokens")]
+
+_MEDIA = {"image_url": "images", "input_image": "images", "input_audio": "audio", "file": "files"}
 
 
 class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Part):
@@ -71,10 +105,21 @@ class TextPart(Part):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_media(cls, values: object) -> object:
+        kind = values.get("type") if isinstance(values, dict) else None
+        if isinstance(kind, str) and kind in _MEDIA:
+            raise PydanticCustomError("media", "{media} are not supported, only text is", {"media": _MEDIA[kind]})
+        return values
+
 
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[
+        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)],
+        _one_of(_content_shape, "text or a list of parts"),
+    ]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -121,6 +166,15 @@ class Generate(Part):
         return _drop(values, NEUTRAL)
 
     @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def limiting_parameter(self) -> str:
+        """The one that `wanted_tokens` comes from."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -141,6 +195,10 @@ class ChatRequest(Generate):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def limiting_parameter(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -154,11 +212,18 @@ class ChatRequest(Generate):
 
 class CompletionRequest(Generate):
     prompt: Annotated[
-        list[str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]],
-        Field(min_length=1, max_length=MAX_PROMPTS),
-        BeforeValidator(_prompts),
+        Annotated[str, Tag(TEXT)]
+        | Tokens
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag(LIST)],
+        _one_of(_shape, "text, a list of tokens, or a list of such prompts"),
     ]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
+            return self.prompt
+        return [self.prompt]
 
 
 def _contradiction(param: str, why: str) -> ApiError:
@@ -168,15 +233,10 @@ def _contradiction(param: str, why: str) -> ApiError:
 R = TypeVar("R", bound=Generate)
 
 
-async def read(request: Request, kind: type[R], limit: int) -> R:
-    """The body of a request, of at most `limit` bytes. Raises ApiError."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise ApiError(413, f"The request's body is larger than {limit} bytes.", "request_too_large")
+def parse(kind: type[R], body: bytes) -> R:
+    """What the body of a request says. Raises ApiError."""
     try:
-        parsed = kind.model_validate_json(bytes(body))
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid_request(error.errors(include_url=False)) from None
     parsed.check()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
+import pytest
+from rich.console import Console
 
+from server.cli.remote import models_table
+from server.cli.store import add
 from server.demo.daemon import DaemonProcess
+from swapper.errors import StoreError
 
 PROMPT = "The three primary colours are"
 
@@ -33,6 +40,7 @@ def test_a_model_is_added_served_moved_and_removed(smollm2: Path, tmp_path: Path
         at = ("--url", daemon.url, "--admin-key", "secret")
         assert "key" in gswapd("ps", "--url", daemon.url, status=1)
         assert "absent" in gswapd("ps", *at)
+        assert "load was asked for" in gswapd("load", "small", "--no-wait", *at)
         assert "resident" in gswapd("load", "small", *at)
         assert "pinned" in gswapd("pin", "small", *at)
         assert "pinned" in gswapd("evict", "small", *at, status=1)
@@ -50,6 +58,9 @@ def test_a_model_is_added_served_moved_and_removed(smollm2: Path, tmp_path: Path
         assert "resident" in gswapd("load", "team/late", *at)
         gswapd("rm", "small", "--store", store)
         assert "small" not in gswapd("ps", *at)
+        gswapd("evict", "team/late", *at)
+        gswapd("rm", "team/late", "--store", store)
+        assert "gswapd add" in gswapd("ps", *at)
         assert "does not exist" in gswapd("load", "small", *at, status=1)
         assert daemon.stop() == 0
     assert "freed" in gswapd("gc", "--store", store)
@@ -70,6 +81,60 @@ def greedy_text(checkpoint: Path, tokens: int) -> str:
 def test_a_wrong_configuration_names_the_field(tmp_path: Path) -> None:
     (tmp_path / "gswapd.yaml").write_text("server: {prot: 80}\n")
     assert "server.prot" in gswapd("serve", "--config", tmp_path / "gswapd.yaml", status=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("ps", "--url", "http://127.0.0.1:9", "--admin-key", "é"), "no daemon answers"),
+        (("ps", "--url", "http://127.0.0.1:9", "--admin-key", "a\nb"), "--admin-key has a character"),
+        (("ps", "--url", "http://127.0.0.1:9/v1"), "has a path"),
+        (("ps", "--url", "ftp://127.0.0.1"), "is no HTTP URL"),
+        (("ps", "--url", "127.0.0.1:9"), "is no HTTP URL"),
+        (("load", "é\udcff", "--url", "http://127.0.0.1:9"), "no daemon answers"),
+    ],
+)
+def test_whatever_is_typed_the_answer_is_one_sentence(arguments: tuple[str, ...], told: str) -> None:
+    (line,) = gswapd(*arguments, status=1).splitlines()
+    assert told in line
+
+
+@pytest.mark.parametrize("command", [("rm", "a"), ("gc",), ("verify", "a")])
+def test_only_add_makes_a_store(tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert "There is no model store" in gswapd(*command, "--store", tmp_path / "none", status=1)
+    assert "There is no model store" in gswapd(*command, "--store", tmp_path, status=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "told"), [("a//b", "cannot name a model"), ("taken", "Choose another name")])
+def test_a_wrong_name_is_told_before_anything_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    (tmp_path / "models" / "taken").mkdir(parents=True)
+    monkeypatch.setitem(sys.modules, "worker.add", None)  # importing it fails
+    with pytest.raises(StoreError, match=told):
+        add(tmp_path, name, store=tmp_path)
+
+
+def test_the_version() -> None:
+    assert gswapd("--version").split() == ["gswapd", version("gswapd")]
+
+
+def test_ps_fits_a_terminal_and_cuts_no_name() -> None:
+    name = "organisation/" + "a-very-long-name" * 3
+    sources = {"disk": {"pages": 299, "bytes": 1}, "peer": {"pages": 1, "bytes": 1}}
+    model = {
+        **{"name": name, "state": "resident", "reason": None, "pinned": True, "running": 64, "waiting": 256},
+        **{"resident_pages": 300, "total_pages": 300, "total_bytes": 269e6},
+        "last_load": {"seconds": 0.1234, "error": None, "pages": 300, "sources": sources},
+    }
+    output = io.StringIO()
+    Console(width=80, file=output).print(models_table([model]))
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line[: lines[0].index("STATE")].strip() for line in lines[1:]) == name
+    for shown in ("resident", "269.0 MB", "100%", "yes", "64", "256", "0.123 s", "disk 99%, peer 1%"):
+        assert shown in lines[1]
 
 
 def test_without_a_daemon_the_cure_is_told() -> None:

@@ -165,7 +165,7 @@ def test_an_image_that_does_not_fit_its_configuration_is_refused(tmp_path: Path)
     shard = MemoryShard(image)
     other = dataclasses.replace(image.manifest, kv_bytes_per_token=1)
     with pytest.raises(CorruptImage, match="Add the model again"):
-        BoundModel.bind(Image(image.path, other), shard)
+        BoundModel.bind(dataclasses.replace(image, manifest=other), shard)
     shard.shard = dataclasses.replace(shard.shard, tensors=shard.shard.tensors[:-1])
     with pytest.raises(CorruptImage, match="does not hold"):
         BoundModel.bind(image, shard)

@@ -320,3 +320,16 @@ def test_the_same_events_give_the_same_actions() -> None:
         return said
 
     assert run() == run()
+
+
+def test_a_request_that_its_workers_keep_dying_with_is_given_up() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.arrive("a", "A")
+    for death in (1.0, 2.0):
+        assert only(desk.send(ev.WorkerLost(death, "g", "killed")), act.Fail) == []
+        assert only(desk.send(ev.WorkerUp(death, "g", 4)), act.Serve) == [act.Serve("a", "g")]
+    [failed] = only(desk.send(ev.WorkerLost(3.0, "g", "killed")), act.Fail)
+    assert failed.reason == "engine_failed"
+    assert "3 times" in failed.message
+    assert desk.core.request("a") is None

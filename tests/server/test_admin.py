@@ -87,7 +87,7 @@ def test_actions_take_aliases_and_slashes(http: httpx.Client, scheduler: FakeSch
     assert scheduler.jobs == [("load", "smol" if name == "tiny" else "org/base")]
 
 
-@pytest.mark.parametrize("action", ["load", "evict"])
+@pytest.mark.parametrize("action", ["load", "evict", "pin", "unpin"])
 def test_without_waiting_the_answer_comes_first(server: ServerThread, http: httpx.Client, action: str) -> None:
     server.scheduler.held_jobs = asyncio.Event()
     for _ in range(2):  # the second finds the first under way
@@ -129,6 +129,13 @@ def test_a_bad_query_is_named(http: httpx.Client) -> None:
     assert error_of(http.post("/admin/models/smol/load", params={"wait": "maybe"}), 400)["param"] == "wait"
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/admin/models/smol/pin"), ("GET", "/admin/models"), ("GET", "/admin/workers")]
+)
+def test_an_unknown_query_is_named(http: httpx.Client, method: str, path: str) -> None:
+    assert error_of(http.request(method, path, params={"wiat": "false"}), 400)["param"] == "wiat"
+
+
 def test_readiness_is_the_schedulers_progress(server: ServerThread, http: httpx.Client) -> None:
     answer = http.get("/readyz")
     assert answer.status_code == 200
@@ -142,7 +149,7 @@ def test_readiness_is_the_schedulers_progress(server: ServerThread, http: httpx.
 
 
 def test_a_draining_server_is_not_ready(server: ServerThread, http: httpx.Client) -> None:
-    server.service.draining = True
+    server.service.draining = True  # and not `begin_draining`, which is for good
     try:
         assert http.get("/readyz").json()["draining"] is True
         assert http.get("/readyz").status_code == 503

@@ -198,3 +198,96 @@ def test_it_follows_the_store_by_itself(
         following.cancel()
 
     run(scenario())
+
+
+def test_a_model_of_the_store_wins_over_an_alias(
+    make: Make, store: Store, smollm2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        catalog = make(a=ModelConfig(aliases=("b", "x")))
+        publish(store, "a", smollm2)
+        assert (await catalog.find("b")).name == "a"
+        publish(store, "b", smollm2)
+        await catalog.refresh()
+        publish(store, "c", smollm2)
+        await catalog.refresh()
+        assert (await catalog.find("b")).name == "b"
+        assert (await catalog.find("x")).name == "a"
+        assert catalog.aliases("a") == ("x",)
+        store.remove("b")
+        await catalog.refresh()
+        assert (await catalog.find("b")).name == "a"
+
+    with caplog.at_level(logging.ERROR):
+        run(scenario())
+    (message,) = caplog.messages
+    assert "alias b" in message
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("made", "state"), [(False, "does not exist"), (True, "is empty")])
+def test_a_store_with_nothing_in_it_is_told_of_once_with_the_cure(
+    make: Make, store: Store, caplog: pytest.LogCaptureFixture, made: bool, state: str
+) -> None:
+    async def scenario() -> None:
+        if made:
+            store.root.mkdir()
+        catalog = make()
+        for _ in range(3):
+            await catalog.refresh()
+
+    run(scenario())
+    (message,) = warnings(caplog)
+    assert state in message
+    assert f"gswapd add CHECKPOINT --name NAME --store {store.root}" in message
+
+
+def test_a_store_that_cannot_be_read_is_told_of_once_and_what_is_known_is_served(
+    make: Make, store: Store, smollm2: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> Any:
+        raise PermissionError("not yours")
+
+    async def scenario() -> None:
+        catalog = make()
+        publish(store, "a", smollm2)
+        await catalog.refresh()
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "version", unreadable)
+                for _ in range(3):
+                    await catalog.refresh()
+                assert (await catalog.find("a")).name == "a"
+                with pytest.raises(ModelNotFound):
+                    await catalog.find("b")
+            await catalog.refresh()
+
+    run(scenario())
+    assert warnings(caplog) == [f"The store {store.root} cannot be read: not yours"] * 2
+
+
+def test_what_is_configured_and_not_there_is_told_of_once(
+    make: Make, store: Store, smollm2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        catalog = make(
+            a=ModelConfig(pinned=True),
+            b=ModelConfig(pinned=True),
+            c=ModelConfig(preload=True),
+            d=ModelConfig(aliases=("x",)),
+        )
+        publish(store, "a", smollm2)
+        await catalog.refresh()
+        publish(store, "e", smollm2)
+        await catalog.refresh()
+        await catalog.close()
+
+    run(scenario())
+    assert [message.partition(" and is not in the store")[0] for message in warnings(caplog)] == [
+        "Model b is to be pinned",
+        "Model c is to be preloaded",
+        "Model d is configured",
+    ]

@@ -138,6 +138,11 @@ def test_a_file_that_is_not_there() -> None:
         ("GSWAPD_SERVER__PROT", "1", "server.prot"),
         ("GSWAPD_SEVER__PORT", "1", "GSWAPD_SEVER__PORT"),
         ("GSWAPD_MODELS", "{", "models"),
+        ("GSWAPD_STOR", "/x", "GSWAPD_STOR"),
+        ("gswapd_stor", "/x", "gswapd_stor"),
+        ("GSWAPD_STORE__PATH", "/x", "GSWAPD_STORE__PATH"),
+        ("GSWAPD_SERVER__PORT__X", "1", "GSWAPD_SERVER__PORT__X"),
+        ("GSWAPD_SERVER__API_KEY", "", "server.api_key"),
     ],
 )
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, named: str) -> None:
@@ -149,3 +154,79 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
 def test_keys_are_not_shown() -> None:
     assert "sk-secret" not in repr(load_config(written("server: {api_key: sk-secret}")))
     assert "12345" not in problems("server: {api_key: 12345}")[0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "share"),
+    [
+        pytest.param({}, 0.8, id="left to us"),
+        pytest.param({"pool": "45%"}, 0.45, id="a share"),
+        pytest.param({"pool": "1GiB"}, None, id="a size"),
+        pytest.param({"pool": 1 << 30}, None, id="a number"),
+    ],
+)
+def test_a_share_of_a_gpu_is_left_to_its_worker(memory: dict[str, object], share: float | None) -> None:
+    assert Config(memory=memory).memory.gpu_share == share  # type: ignore[arg-type]
+
+
+def test_there_is_no_host_tier_unless_it_is_asked_for() -> None:
+    assert Config().memory.host_tier == 0
+    assert Config(memory={"host_tier": "2GiB"}).memory.host_tier == 2 << 30  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["GSWAPD_URL", "GSWAPD_ADMIN_KEY", "GSWAPD_INSTANCE"])
+def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "x")
+    load_config()
+
+
+@pytest.mark.parametrize("key", ["''", "' '", "'sk 1'", '"sk-1\\n"'])
+@pytest.mark.parametrize("field", ["api_key", "admin_key"])
+def test_a_key_that_keeps_nobody_out_or_everybody_is_refused(field: str, key: str) -> None:
+    (problem,) = problems(f"server: {{{field}: {key}}}")
+    assert problem.startswith(f"server.{field}: must not be empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("server: {port: 1}\nserver: {port: 2}", "server"), ("models: {a: {pinned: true, pinned: false}}", "pinned")],
+)
+def test_a_key_that_is_there_twice(text: str, key: str) -> None:
+    assert f"'{key}' is there twice" in "\n".join(problems(text))
+
+
+def test_merged_keys_may_be_there_twice() -> None:
+    text = "models: {a: &a {pinned: true, preload: true}, b: {<<: *a, pinned: false}}"
+    assert load_config(written(text)).models["b"].model_dump(include={"pinned", "preload"}) == {
+        "pinned": False,
+        "preload": True,
+    }
+
+
+def test_a_store_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (problem,) = problems(f"store: {tmp_path}/file")
+    assert problem == f"store: is a file; the store is a directory, which `gswapd add` makes (got '{tmp_path}/file')"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "server: 5",
+        "server: {port: many}",
+        "server: {port: 1.5}",
+        "server: {max_requests: 0}",
+        "cluster: {device: tpu}",
+        "cluster: {verify: perhaps}",
+        "timeouts: {drain: .inf}",
+        "models: 5",
+        "models: {a: 5}",
+        "models: {a: {aliases: 5}}",
+        "models: {a: {aliases: [5]}}",
+        "store: 5",
+    ],
+)
+def test_problems_are_told_in_plain_words(text: str) -> None:
+    (problem,) = problems(text)
+    for leaked in ("Input", "valid ", "instance", "Config", "tuple", "Path"):
+        assert leaked not in problem

@@ -101,6 +101,22 @@ def test_a_signal_lets_answers_end_and_refuses_new_ones(store: Path, number: int
         assert "Traceback" not in log
 
 
+def test_a_request_whose_body_never_comes_does_not_hold_it_up(store: Path) -> None:
+    with daemon(store) as running:
+        url = running.ready()
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            httpx.get(f"{url}/healthz").raise_for_status()  # by then the server has read the other's headers
+            running.signal(signal.SIGTERM)
+            assert client.recv(64).startswith(b"HTTP/1.1 503 ")
+        running.line("draining")
+        running.line("stopped")
+        status, log = running.ended()
+        assert status == 0
+        assert "Traceback" not in log
+
+
 def test_a_second_signal_ends_it_at_once(store: Path) -> None:
     with daemon(store, "stuck") as running:
         url = running.ready()

@@ -55,10 +55,23 @@ BAD_CHATS = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"what": True}}, "stream_options.what"),
     ({"model": 5}, "model"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"temperature": True}, "temperature"),
+    ({"seed": False}, "seed"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ({"messages": ["x"]}, "messages[0]"),
+    ({"stream_options": 5}, "stream_options"),
+    ({"stop": 5}, "stop"),
+    ({"model": "m" * 257}, "model"),
 ]
 
 UNSUPPORTED = [
     ("n", 2),
+    ("n", True),
+    ("n", 1.0),
+    ("store", 0),
+    ("parallel_tool_calls", 1),
     ("logit_bias", {"5": 1}),
     ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
@@ -93,6 +106,8 @@ def test_a_bad_value_is_named(http: httpx.Client, values: dict[str, Any], param:
     error = error_of(http.post(CHAT, json=chat(**values)), 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+    for leaked in ("Input", "valid ", "validation", "instance", "tuple", "Request", "tag"):
+        assert leaked not in error["message"]
 
 
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
@@ -108,8 +123,25 @@ def test_unsupported_parameters_are_taken_when_they_ask_for_nothing(http: httpx.
 
 def test_parts_other_than_text_are_refused(http: httpx.Client) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
-    error = error_of(http.post(CHAT, json=chat(messages=[{"role": "user", "content": [image]}])), 400)
-    assert error["param"].startswith("messages[0].content")
+    text = {"type": "text", "text": "What is this?"}
+    error = error_of(http.post(CHAT, json=chat(messages=[{"role": "user", "content": [text, image]}])), 400)
+    assert error["param"] == "messages[0].content[1]"
+    assert "images are not supported" in error["message"]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": "x"}])
+def test_tool_calls_are_refused_by_name(http: httpx.Client, content: dict[str, Any]) -> None:
+    message = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {}}]} | content
+    error = error_of(http.post(CHAT, json=chat(messages=[*HELLO, message])), 400)
+    assert (error["param"], error["code"]) == ("messages[1].tool_calls", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty", "top_p"])
+def test_numbers_are_finite(http: httpx.Client, name: str, number: str) -> None:
+    body = f'{{"model": "smol", "messages": [{{"role": "user", "content": "x"}}], "{name}": {number}}}'
+    error = error_of(http.post(CHAT, content=body), 400)
+    assert error["message"] == f"Parameter '{name}' must be a finite number."
 
 
 @pytest.mark.parametrize("missing", ["model", "messages"])
@@ -132,7 +164,15 @@ def test_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) -> None:
         ("", "prompt"),
         ([], "prompt"),
         ([-1], "prompt[0]"),
+        (None, "prompt"),
         ([10**6], "prompt"),
+        ([1, -1], "prompt[1]"),
+        ([1, True], "prompt[1]"),
+        ([1, "a"], "prompt[1]"),
+        (["a", 1], "prompt[1]"),
+        (["a", [1, -1]], "prompt[1][1]"),
+        (["a", []], "prompt[1]"),
+        ([["a"]], "prompt[0]"),
         (["a", ""], "prompt[1]"),
         (5, "prompt"),
     ],
@@ -166,8 +206,26 @@ def test_prompt_and_answer_longer_than_the_context(openai: OpenAI, scheduler: Fa
     with pytest.raises(sdk.BadRequestError) as failure:
         openai.completions.create(model="smol", prompt=[5] * 10, max_tokens=CONTEXT - 9)
     assert failure.value.code == "context_length_exceeded"
+    assert failure.value.param == "max_tokens"
     openai.completions.create(model="smol", prompt=[5] * 10, max_tokens=CONTEXT - 10)
     assert len(scheduler.submitted) == 1
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_parameter_that_does_not_fit_the_context_is_named(http: httpx.Client, name: str) -> None:
+    assert error_of(http.post(CHAT, json=chat(**{name: CONTEXT})), 400)["param"] == name
+    long = [{"role": "user", "content": "word " * CONTEXT}]
+    assert error_of(http.post(CHAT, json=chat(messages=long, **{name: 1})), 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_hopelessly_long_prompt(http: httpx.Client, scheduler: FakeScheduler, path: str) -> None:
+    text = "word " * 1_000_000
+    body = chat(messages=[{"role": "user", "content": text}]) if path == CHAT else {"model": "smol", "prompt": text}
+    error = error_of(http.post(path, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if path == CHAT else "prompt")
+    assert scheduler.submitted == []
 
 
 def test_of_several_prompts_none_is_served_if_one_is_bad(openai: OpenAI, scheduler: FakeScheduler) -> None:
@@ -222,7 +280,7 @@ def test_one_bad_answer_of_several_fails_the_request_and_ends_the_others(
 
 
 def test_a_defect_is_told_without_its_details(
-    http: httpx.Client, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def submit(*_: Any) -> Any:
         raise RuntimeError("secret")
@@ -231,6 +289,17 @@ def test_a_defect_is_told_without_its_details(
     answer = http.post(CHAT, json=chat())
     assert error_of(answer, 500)["code"] == "internal_error"
     assert "secret" not in answer.text
+    (record,) = caplog.records
+    assert record.exc_info is not None, "the log has the details, once"
+    assert str(record.exc_info[1]) == "secret"
+
+
+def test_a_defect_anywhere_is_logged_once(
+    http: httpx.Client, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler, "workers", lambda: 1 / 0)
+    assert error_of(http.get("/readyz"), 500)["code"] == "internal_error"
+    assert len(caplog.records) == 1
 
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:

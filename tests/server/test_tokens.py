@@ -12,8 +12,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from server.tokens import ChatTemplateError, ModelTokenizer, Tokenizers
-from swapper.errors import CorruptImage
+from server.tokens import (
+    LONG_CONVERSATION,
+    LONG_TEXT,
+    LONG_TEXTS,
+    ChatTemplateError,
+    ModelTokenizer,
+    PromptTooLong,
+    Tokenizers,
+)
+from swapper.errors import CorruptImage, Refused
 
 CHAT = [{"role": "user", "content": "What is the capital of France? 👩‍🍳"}]
 
@@ -118,3 +126,100 @@ def test_work_is_done_off_the_event_loop() -> None:
         tokenizers.close()
 
     asyncio.run(scenario())
+
+
+class Recorded(ModelTokenizer):
+    """Tells which thread encoded how many characters, and waits before it does so if that is wanted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("m", path)
+        self.encoded: list[tuple[str, int]] = []
+        self.held = threading.Event()
+        self.held.set()
+        self.begun = threading.Event()
+
+    def encode(self, text: str, rendered: bool = False) -> tuple[int, ...]:
+        self.encoded.append((threading.current_thread().name.rpartition("_")[0], len(text)))
+        if len(text) > LONG_TEXT:
+            self.begun.set()
+            assert self.held.wait(20)
+        return super().encode(text, rendered)
+
+
+@pytest.fixture(scope="module")
+def recorded_once(smollm2: Path) -> Recorded:
+    return Recorded(smollm2)
+
+
+@pytest.fixture
+def recorded(recorded_once: Recorded) -> Recorded:
+    recorded_once.encoded.clear()
+    recorded_once.begun.clear()
+    return recorded_once
+
+
+LONG = "word " * (LONG_TEXT // 5 + 1)
+
+
+def test_a_hopeless_text_is_refused_without_being_tokenized(recorded: Recorded) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        with pytest.raises(PromptTooLong):
+            await tokenizers.encode(recorded, LONG * 100, limit=256)
+        with pytest.raises(PromptTooLong):
+            await tokenizers.encode_chat(recorded, [{"role": "user", "content": LONG * 100}], limit=256)
+        tokenizers.close()
+
+    asyncio.run(scenario())
+    assert recorded.encoded == []
+
+
+def test_of_a_text_that_is_too_long_a_beginning_is_tokenized(recorded: Recorded) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        with pytest.raises(PromptTooLong) as refusal:
+            await tokenizers.encode(recorded, LONG, limit=1000)
+        assert refusal.value.least > 1000
+        tokenizers.close()
+
+    asyncio.run(scenario())
+    ((thread, characters),) = recorded.encoded
+    assert thread == "tokenize long"
+    assert characters < LONG_TEXT
+
+
+def test_a_long_text_that_fits_is_tokenized_whole(recorded: Recorded, smollm2: Path) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        assert await tokenizers.encode(recorded, LONG, limit=1 << 20) == recorded.encode(LONG)
+        chat = [{"role": "user", "content": LONG}]
+        assert await tokenizers.encode_chat(recorded, chat, limit=1 << 20) == recorded.encode_chat(chat)
+        tokenizers.close()
+
+    asyncio.run(scenario())
+
+
+def test_short_texts_do_not_wait_for_long_ones_of_which_few_may_wait(recorded: Recorded) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        recorded.held.clear()
+        long = [asyncio.create_task(tokenizers.encode(recorded, LONG, 1 << 20)) for _ in range(LONG_TEXTS)]
+        assert await asyncio.to_thread(recorded.begun.wait, 20)
+        assert len(await tokenizers.encode(recorded, "Once", 1 << 20)) == 1
+        for _ in range(LONG_TEXTS):  # the checks of the others are over: they went through the same thread
+            await tokenizers.run(len, "")
+        with pytest.raises(Refused, match="try again") as refusal:
+            await tokenizers.encode(recorded, LONG, 1 << 20)
+        assert refusal.value.reason == "queue_full"
+        long.pop().cancel()
+        await asyncio.sleep(0)
+        crowd = [{"role": "user", "content": ""}] * (LONG_CONVERSATION + 1)
+        long.append(asyncio.create_task(tokenizers.encode_chat(recorded, crowd, 1 << 20)))
+        recorded.held.set()
+        assert len(await asyncio.gather(*long)) == LONG_TEXTS
+        tokenizers.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        recorded.held.set()

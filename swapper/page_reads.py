@@ -1,0 +1,146 @@
+"""How pages get their bytes: frames are mapped, and filled from the host tier or from storage.
+
+The pager's thread starts all this; threads of the reader and of the copier bring it to its end, check the bytes, and
+say what came of it through the two functions that `PageReads` was given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from swapper.errors import CorruptImage, GswapdError
+from swapper.frames import FramePool
+from swapper.host_tier import HostTier
+from swapper.image import Shard
+from swapper.page_work import Alias, Read
+from swapper.paged_shard import PagedShard
+from swapper.readers import Reader, ReadResult, ShardFile
+from swapper.verify import check_granules
+
+Arrived = Callable[[Sequence[Alias | Read], str, Mapping[str, float]], None]
+"""Called with pages that hold their bytes, the source of them, and the seconds that each page took by stage."""
+
+Lost = Callable[[Sequence[Alias | Read], Exception], None]
+"""Called with adjacent pages that could not be brought in, and are not mapped any more."""
+
+
+class PageReads:
+    """Brings pages in, for one pager."""
+
+    def __init__(
+        self, pool: FramePool, reader: Reader, tier: HostTier | None, verify: bool, arrived: Arrived, lost: Lost
+    ) -> None:
+        self._pool = pool
+        self._reader = reader
+        self._tier = tier
+        self._verify = verify
+        self._arrived = arrived
+        self._lost = lost
+
+    def alias(self, work: Alias) -> None:
+        """Map a frame that holds the page's bytes already."""
+        begun = time.perf_counter()
+        try:
+            self._pool.map(work.task.job.shard.region, work.task.page, work.content.frame)
+        except (GswapdError, OSError) as error:
+            self._lost([work], error)
+        else:
+            self._arrived([work], "alias", {"map": time.perf_counter() - begun})
+
+    def start(self, reads: Sequence[Read]) -> None:
+        """Map a run of pages, then have each copied from the host tier, or those beside one another read at once."""
+        shard, first = reads[0].task.job.shard, reads[0].task.page
+        begun = time.perf_counter()
+        try:
+            self._pool.map(shard.region, first, *(read.content.frame for read in reads))
+        except (GswapdError, OSError) as error:
+            self._lost(reads, error)
+            return
+        mapping = (time.perf_counter() - begun) / len(reads)
+        stored: list[Read] = []
+        for read in reads:
+            if not self._start_copy(read, mapping):
+                stored.append(read)
+                continue
+            self._start_read(stored, mapping)
+            stored = []
+        self._start_read(stored, mapping)
+
+    def _start_copy(self, read: Read, mapping: float) -> bool:
+        """Copy a page from the host tier, if it is there."""
+        if self._tier is None:
+            return False
+        shard = read.task.job.shard
+        address = shard.region.address + shard.extent(read.task.page)[0]
+        try:
+            copy = self._tier.read(read.content.key, address)
+        except (GswapdError, RuntimeError) as error:  # RuntimeError: the tier was closed
+            self._unmap_and_lose([read], error)
+            return True
+        if copy is not None:
+            copy.add_done_callback(partial(self._read_back, [read], mapping))
+        return copy is not None
+
+    def _start_read(self, reads: Sequence[Read], mapping: float) -> None:
+        """Read adjacent pages from storage."""
+        if not reads:
+            return
+        shard = reads[0].task.job.shard
+        start, _ = shard.extent(reads[0].task.page)
+        nbytes = sum(shard.extent(read.task.page)[1] for read in reads)
+        try:
+            file = self._open_file(shard)
+            future = file.read(shard.shard.data_start + start, shard.region.address + start, nbytes)
+        except (GswapdError, OSError, RuntimeError) as error:  # RuntimeError: the reader was closed
+            self._unmap_and_lose(reads, error)
+        else:
+            future.add_done_callback(partial(self._read_back, reads, mapping))
+
+    def _open_file(self, shard: PagedShard) -> ShardFile:
+        """Opened for each run of page-ins: idle models hold no descriptors, and a repaired file is found."""
+        if shard.file is None:
+            check_file(shard.shard, shard.path)
+            shard.file = self._reader.open(shard.path)
+        return shard.file
+
+    # ---- threads of the reader and of the copier
+
+    def _read_back(self, reads: Sequence[Read], mapping: float, future: Future[ReadResult]) -> None:
+        try:
+            result = future.result()
+            stages = {"map": mapping, "read": result.seconds / len(reads)}
+            if self._verify and result.source != "host":
+                begun = time.perf_counter()
+                for read in reads:
+                    self._check(read)
+                stages["verify"] = (time.perf_counter() - begun) / len(reads)
+        except Exception as error:  # noqa: BLE001 - whatever ended the read, the page-in ends with it
+            self._unmap_and_lose(reads, error)
+        else:
+            self._arrived(reads, result.source, stages)
+
+    def _check(self, read: Read) -> None:
+        """Raises HashMismatch unless a page holds what was packed."""
+        shard = read.task.job.shard
+        start, nbytes = shard.extent(read.task.page)
+        check_granules(shard.shard, shard.path, start, self._pool.peek(shard.region.address + start, nbytes))
+
+    def _unmap_and_lose(self, reads: Sequence[Read], error: Exception) -> None:
+        # Before the frames are given up: nobody else may be handed one while a page still shows it.
+        self._pool.unmap(reads[0].task.job.shard.region, reads[0].task.page, len(reads))
+        self._lost(reads, error)
+
+
+def check_file(shard: Shard, path: Path) -> None:
+    """Raises CorruptImage if a shard's file is not there, or shorter than its manifest says."""
+    wanted = shard.data_start + shard.nbytes
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CorruptImage(f"{path} cannot be read ({error.strerror}). Add the model again.") from error
+    if size < wanted:
+        raise CorruptImage(f"{path} has {size:,} bytes, but its manifest says {wanted:,}. Add the model again.")

@@ -33,7 +33,7 @@ async def models(request: Request) -> dict[str, Any]:
     service = service_of(request)
     await service.catalog.refresh()
     return {
-        "models": [_model(service, status) for status in service.scheduler.models()],
+        "models": [_model(service, status) for status in service.scheduler.models() if _is_there(service, status)],
         "problems": [{"name": name, "reason": why} for name, why in sorted(service.catalog.problems.items())],
     }
 
@@ -81,6 +81,11 @@ async def _act(request: Request, alias: str, action: str, act: Act, wait: bool) 
     if status is None:
         raise ModelNotFound(f"The model {name!r} was removed meanwhile.")
     return Response(orjson.dumps(_model(service, status)), 200 if wait else 202, media_type="application/json")
+
+
+def _is_there(service: Service, status: ModelStatus) -> bool:
+    """A model that was removed from the store is shown as long as it holds anything."""
+    return status.name in service.catalog.models or bool(status.resident_pages or status.running or status.waiting)
 
 
 def _model(service: Service, status: ModelStatus) -> dict[str, Any]:

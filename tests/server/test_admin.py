@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -58,6 +59,13 @@ def test_models_tell_their_state(http: httpx.Client, scheduler: FakeScheduler) -
             "error": None,
         },
     }
+
+
+def test_a_removed_model_is_shown_as_long_as_it_holds_memory(http: httpx.Client, scheduler: FakeScheduler) -> None:
+    scheduler.statuses["left"] = replace(scheduler.statuses["smol"], name="left", resident_pages=1)
+    assert model(http, "left")["resident_pages"] == 1
+    scheduler._change("left", resident_pages=0)
+    assert "left" not in {model["name"] for model in http.get("/admin/models").json()["models"]}
 
 
 def test_workers(http: httpx.Client) -> None:

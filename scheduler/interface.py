@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from engine.request import GenerationRequest, Tokens
 from swapper.pager import SourceBytes
@@ -95,6 +95,13 @@ class ModelStatus:
     last_load: LoadRecord | None
 
 
+class Room(NamedTuple):
+    """Tokens of one request, prompt and answer, that memory can hold: beside what is pinned now, and with no pins."""
+
+    now: int
+    ever: int
+
+
 class Answer(Protocol):
     """One request's answer as it is made. Iterating raises Refused when the request ends without one."""
 
@@ -145,8 +152,8 @@ class Scheduler(Protocol):
     def submit(self, request: GenerationRequest, timeout: float) -> Answer:
         """Queue a request; `timeout` bounds its wait for a first step, in seconds. Refusals come out of the Answer."""
 
-    def room(self, model: str) -> int | None:
-        """The most tokens that one request of a model, prompt and answer, can have KV memory for; None if unknown."""
+    def room(self, model: str) -> Room | None:
+        """For how many tokens one request of a model can have KV memory; None while that is not known."""
 
     async def load(self, model: str) -> None:
         """Return once the whole model is in. Raises Refused. Idempotent."""

@@ -30,7 +30,7 @@ from scheduler.answers import LiveAnswer
 from scheduler.core import actions, events
 from scheduler.core.core import CoreConfig, SchedulerCore
 from scheduler.inbox import Inbox
-from scheduler.interface import GroupClient, ModelStatus, Observer, ServedModel, WorkerStatus
+from scheduler.interface import GroupClient, ModelStatus, Observer, Room, ServedModel, WorkerStatus
 from scheduler.jobs import JobKind, Jobs
 from scheduler.link import GroupLink
 from scheduler.records import Records
@@ -150,13 +150,13 @@ class LiveScheduler:
         self._inbox.put(events.Arrived(answer.at, request.id, request.model, frames, answer.at + timeout))
         return answer
 
-    def room(self, model: str) -> int | None:
-        frames = self._core.kv_room(model)
+    def room(self, model: str) -> Room | None:
+        room = self._core.kv_room(model)
         served = self._models.get(model)
-        if frames is None or served is None:
+        if room is None or served is None:
             return None
-        blocks = kv_capacity_blocks(max(0, frames), served.kv_bytes_per_token, served.page_bytes)
-        return blocks * KV_BLOCK_TOKENS
+        blocks = [kv_capacity_blocks(max(0, n), served.kv_bytes_per_token, served.page_bytes) for n in room]
+        return Room(*(count * KV_BLOCK_TOKENS for count in blocks))
 
     async def load(self, model: str) -> None:
         await self._job("load", model, events.LoadWanted)

@@ -205,7 +205,9 @@ class Pager:
                 self._close_file(work.job.shard)
                 work.job.done(work.outcome)
             case TakeApart():
-                self._take_apart(work.shard)
+                # In a thread of its own: the forward pass that it waits for must not hold up other models' pages.
+                apart = threading.Thread(target=self._take_apart, args=(work.shard,), name="take apart", daemon=True)
+                apart.start()
             case Alias():
                 self._reads.alias(work)
             case ReadRun():
@@ -214,11 +216,16 @@ class Pager:
                 self._save(work)
 
     def _take_apart(self, shard: PagedShard) -> None:
-        self._quiesce(shard.model)
-        for first, count in _runs(sorted(shard.table)):
-            self._pool.unmap(shard.region, first, count)
+        try:
+            self._quiesce(shard.model)
+            for first, count in _runs(sorted(shard.table)):
+                self._pool.unmap(shard.region, first, count)
+        except Exception:  # its page-in then never ends, which the worker's stall timer notices
+            log.exception("The pages of %s could not be taken back.", shard.model)
+            return
         with self._lock:
             self._work.taken_apart(shard)
+            self._changed.notify()
 
     def _save(self, work: Save) -> None:
         assert self._tier is not None

@@ -20,7 +20,7 @@ from scheduler.core.placement import Placement
 from scheduler.core.planner import Planner
 from scheduler.core.state import Model, State
 from scheduler.core.transitions import InvalidTransition, Phase
-from scheduler.core.view import GroupView, ModelView, PlacementView
+from scheduler.core.view import GroupView, KvRoom, ModelView, PlacementView
 
 __all__ = ["CoreConfig", "InvalidTransition", "SchedulerCore"]
 
@@ -113,8 +113,8 @@ class SchedulerCore:
             return None
         return "waiting" if known.group is None else "running"
 
-    def kv_room(self, model: str) -> int | None:
-        """The most KV frames that one request of a model can ever have; None while that cannot be told."""
+    def kv_room(self, model: str) -> KvRoom | None:
+        """The most KV frames that one request of a model can have; None while that cannot be told."""
         known = self._state.models.get(model)
         return None if known is None else kv_room(self._state, known)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler.core.ledger import distinct_pages
 from scheduler.core.state import Group, Model, State
+from scheduler.core.view import KvRoom
 
 MINIMAL_KV = 1
 """KV frames a group must have left beside its pinned models."""
@@ -30,10 +31,16 @@ def can_hold(state: State, group: Group, model: Model, kv_frames: int) -> bool:
     return frames_needed(state, group, model, kv_frames) <= group.ledger.capacity
 
 
-def kv_room(state: State, model: Model) -> int | None:
-    """KV frames that fit beside the model and what is pinned, on the best group; None while no such group is known."""
+def kv_room(state: State, model: Model) -> KvRoom | None:
+    """What the best group has; None while no group of the right shape is known."""
     groups = matching_groups(state, model)
-    return max((group.ledger.capacity - frames_needed(state, group, model, 0) for group in groups), default=None)
+    if not groups:
+        return None
+    alone = max(len(pages) for pages in model.identities)
+    return KvRoom(
+        now=max(group.ledger.capacity - frames_needed(state, group, model, 0) for group in groups),
+        ever=max(group.ledger.capacity - alone for group in groups),
+    )
 
 
 def never_fits(state: State, model: Model, kv_frames: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.core.transitions import Phase
 
@@ -49,3 +50,10 @@ class GroupView:
     up: bool
     frames: int
     free: int  # on the fullest rank
+
+
+class KvRoom(NamedTuple):
+    """KV frames that one request of a model can have: beside what is pinned now, and with no pins."""
+
+    now: int
+    ever: int

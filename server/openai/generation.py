@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.request import GenerationRequest, SamplingParams, TokenLogprob, Tokens
+from scheduler.interface import Room
 from server.catalog import CatalogModel
 from server.config import SamplingDefaults
 from server.errors import ApiError
@@ -72,7 +73,7 @@ def answer_limit(
     prompt_tokens: int,
     body: Generate,
     default: int,
-    room: int | None,
+    room: Room | None,
     param: str,
 ) -> int:
     """How many tokens an answer may have: what `body` wants, else `default`, or what the context or memory (`room`) has
@@ -81,7 +82,7 @@ def answer_limit(
     KV memory is reserved for the longest answer that a request may have, so one that does not say how long its answer
     may be does not get the whole context.
 
-    Raises ApiError if the prompt is empty, or the context cannot hold prompt and answer.
+    Raises ApiError if the prompt is empty, or the context, or all memory there is, cannot hold prompt and answer.
     """
     if prompt_tokens == 0:
         raise ApiError(400, f"Parameter '{param}' is invalid: it holds no token.", "invalid_value", param)
@@ -97,8 +98,17 @@ def answer_limit(
             "context_length_exceeded",
             body.limiting_parameter,
         )
+    if room is not None and 0 < room.ever < prompt_tokens + (wanted or 1):
+        raise ApiError(
+            400,
+            f"This server's memory holds {room.ever} tokens of this model at a time, but the request has "
+            f"{prompt_tokens} in the prompt and {wanted or 1} for the answer. Shorten one of them. (memory.pool is "
+            "what limits it.)",
+            "context_length_exceeded",
+            body.limiting_parameter if wanted else param,
+        )
     if wanted is None and room is not None:
-        rest = max(1, min(rest, room - prompt_tokens))
+        rest = max(1, min(rest, room.now - prompt_tokens))
     return wanted or min(rest, default)
 
 

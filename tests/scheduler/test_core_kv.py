@@ -70,7 +70,7 @@ def test_the_room_for_kv_is_what_the_model_and_the_pins_leave() -> None:
     core.step(events.ModelAdded(0.0, events.ModelSpec("b", ((3, 4),))))
     assert core.kv_room("a") is None, "no group has come up yet"
     core.step(events.WorkerUp(1.0, "g", 10))
-    assert core.kv_room("a") == 7
+    assert core.kv_room("a") == (7, 7)
     core.step(events.Pinned(2.0, "pin", "b"))
-    assert core.kv_room("a") == 6, "page 3 is shared"
+    assert core.kv_room("a") == (6, 7), "page 3 is shared"
     assert core.kv_room("nobody") is None

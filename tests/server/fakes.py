@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from engine.request import FinishReason, GenerationRequest, TokenLogprob, Tokens
-from scheduler.interface import ModelStatus, ServedModel, WorkerStatus
+from scheduler.interface import ModelStatus, Room, ServedModel, WorkerStatus
 from swapper.errors import Refused
 from worker.protocol import Heartbeat
 
@@ -83,7 +83,7 @@ class FakeScheduler:
         self.refusals: dict[str, Refused] = {}  # by action: load, evict, pin, unpin
         self.jobs: list[tuple[str, str]] = []
         self.held_jobs: asyncio.Event | None = None
-        self.kv_room: int | None = None
+        self.kv_room: Room | None = None
 
     async def start(self) -> None:
         pass
@@ -108,7 +108,7 @@ class FakeScheduler:
         self.submitted.append(request)
         return FakeAnswer(self, request, self.script)
 
-    def room(self, model: str) -> int | None:
+    def room(self, model: str) -> Room | None:
         return self.kv_room
 
     async def load(self, model: str) -> None:

@@ -9,6 +9,7 @@ import httpx
 from openai import OpenAI
 from tokenizers import Tokenizer
 
+from scheduler.interface import Room
 from tests.server.conftest import CONTEXT
 from tests.server.fakes import FakeScheduler
 
@@ -192,7 +193,7 @@ def test_without_a_limit_an_answer_may_fill_the_rest_of_a_small_context(
 
 
 def test_without_a_limit_an_answer_may_take_what_memory_has_room_for(openai: OpenAI, scheduler: FakeScheduler) -> None:
-    scheduler.kv_room = 64
+    scheduler.kv_room = Room(now=64, ever=100)
     openai.chat.completions.create(model="smol", messages=HELLO)
     (request,) = scheduler.submitted
     assert request.sampling.max_tokens == 64 - len(request.prompt)

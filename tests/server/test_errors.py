@@ -11,6 +11,7 @@ import pytest
 from openai import OpenAI
 from tokenizers import Tokenizer
 
+from scheduler.interface import Room
 from server.errors import REASONS
 from swapper.errors import Refused
 from tests.server.conftest import CONTEXT, ServerThread, config, publish
@@ -179,6 +180,15 @@ def test_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) -> None:
 )
 def test_a_bad_prompt(http: httpx.Client, prompt: Any, param: str) -> None:
     assert error_of(http.post(TEXT, json={"model": "smol", "prompt": prompt}), 400)["param"] == param
+
+
+def test_what_no_memory_could_ever_hold_is_the_requests_fault(http: httpx.Client, scheduler: FakeScheduler) -> None:
+    """Pins may go; a pool does not grow: trying again would not help."""
+    scheduler.kv_room = Room(now=8, ever=32)
+    error = error_of(http.post(TEXT, json={"model": "smol", "prompt": [5] * 10, "max_tokens": 23}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "32 tokens" in error["message"]
+    assert http.post(TEXT, json={"model": "smol", "prompt": [5] * 10, "max_tokens": 22}).status_code == 200
 
 
 @pytest.mark.parametrize(("name", "value"), [("echo", True), ("best_of", 2), ("suffix", "x")])

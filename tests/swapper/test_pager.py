@@ -535,6 +535,10 @@ def test_pages_that_were_in_are_unmapped_only_when_nothing_runs_on_them(make: Ma
     assert isinstance(waiting.get(), PageInAborted), "the forward pass hears of it first"
     assert shard.resident == 0
     assert memory(shard.region.address, PAGE) == data_of([1]), "and may still touch what was in"
+    bench.open("b", [3])
+    other = bench.begin("b", 0, 1)
+    reader.next().finish()
+    other.result()  # another model's pages come in meanwhile
     quiet.set()
     assert isinstance(outcomes[1].get(), ReadError)
     assert asked == ["a"]

@@ -11,8 +11,9 @@ asked (source `host`); storage comes last, and what came from there is copied to
 One thread of the pager takes pages in order, finds each a frame, maps it and has it read (`swapper/page_reads.py`),
 with at most `depth` pages in flight: so it maps ahead while bytes move. The reader's threads come back with the bytes,
 check their hashes and publish the pages. One lock guards all tables (`swapper/page_work.py`); it is never held while
-memory is mapped, read or hashed. What must follow something else (telling who asked, taking a failed shard apart) is
-left to the pager's thread, so it happens in order.
+memory is mapped, read or hashed. What must follow something else (telling who asked) is left to the
+pager's thread, so it happens in order. A failed shard is taken apart in a thread of its own, because it first waits for
+the forward pass that may still run on it.
 """
 
 from __future__ import annotations

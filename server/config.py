@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import psutil
 import yaml
 from pydantic import (
     AfterValidator,
@@ -37,6 +36,7 @@ from pydantic_settings import (
 from server.wording import in_plain_words
 from swapper.errors import ConfigError
 from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
+from swapper.host_frames import available_memory
 
 DEFAULT_FILE = Path("gswapd.yaml")
 ENV_PREFIX = "GSWAPD_"
@@ -56,6 +56,8 @@ def parse_size(value: object) -> object:
     if match is None or (match[2] != "%" and match[2] not in _UNITS):
         raise ValueError(f"{value!r} is not a size; write it like 8GiB, 500MB, 60% or a number of bytes")
     if match[2] == "%":
+        if float(match[1]) > 100:
+            raise ValueError(f"{value!r} is more than all of the memory that is available")
         return int(float(match[1]) * available_memory() / 100)
     return int(float(match[1]) * _UNITS[match[2]])
 
@@ -65,17 +67,6 @@ def _share(value: object) -> float | None:
         return GPU_POOL_SHARE
     text = value.strip() if isinstance(value, str) else ""
     return min(1.0, float(text[:-1]) / 100) if text.endswith("%") else None
-
-
-def available_memory() -> int:
-    """Bytes this process may still take: what the host has available, within the control group's limit."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
 
 
 def _expand(value: object) -> object:

@@ -102,8 +102,8 @@ def answer_limit(
         raise ApiError(
             400,
             f"This server's memory holds {room.ever} tokens of this model at a time, but the request has "
-            f"{prompt_tokens} in the prompt and {wanted or 1} for the answer. Shorten one of them. (memory.pool is "
-            "what limits it.)",
+            f"{prompt_tokens} in the prompt and {wanted or 1} for the answer. Shorten one of them; memory.pool sets "
+            "this limit.",
             "context_length_exceeded",
             body.limiting_parameter if wanted else param,
         )

@@ -39,6 +39,7 @@ class DaemonProcess:
             stderr=subprocess.STDOUT,
             text=True,
             env=self._env,
+            start_new_session=True,  # so that Ctrl-C reaches whoever started it, who then stops it in good order
         )
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(ready,), daemon=True)

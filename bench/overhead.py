@@ -24,11 +24,9 @@ from pathlib import Path
 import httpx
 
 from bench.report import Bar, report
-from server.demo.checkpoints import sibling, smollm2
 from server.demo.daemon import DaemonProcess
-from server.demo.run import SCALE, SIBLINGS
+from server.demo.run import add_models
 from swapper.store import Store
-from worker.add import add_model
 
 IDLE_MS, BUSY_MS = 10.0, 25.0
 WARM_UP, COUNT = 5, 60
@@ -38,10 +36,7 @@ MODEL, OTHER = "smollm2", "smollm2-late"
 
 def prepare(directory: Path) -> DaemonProcess:
     """A daemon whose memory holds both models."""
-    store = Store(directory / "store")
-    base = smollm2()
-    add_model(store, base, MODEL)
-    add_model(store, sibling(base, directory / OTHER, SIBLINGS[OTHER], SCALE), OTHER)
+    add_models(Store(directory / "store"), directory)
     return DaemonProcess(directory, {"store": str(directory / "store"), "memory": {"pool": "1GiB", "page": "2MiB"}})
 
 

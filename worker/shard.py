@@ -188,17 +188,21 @@ class Shard:
             slot.binding.add_done_callback(lambda binding: self._inbox.complete(BindEnded(slot, binding)))
 
     def _open(self, slot: ModelSlot) -> None:
-        """Read the manifest and reserve the region, the first time. Raises CorruptImage.
+        """Read the manifest and reserve the region, the first time; later see that the image is the same still.
 
+        Raises CorruptImage. While page-ins are under way, their files are open, and there is nothing to see to.
         A page's hash is believed, so files of another image must never be read as this one's: not after `rm` and `add`
         of the same name, which the daemon notices a moment later.
         """
-        path = Path(slot.path)
-        if not slot.page_ins:
-            Image.check_identity(path, slot.identity)
-        if slot.paged is not None:
+        if slot.page_ins:
             return
-        image = Image.open(path)
+        path = Path(slot.path)
+        image = Image.open(path) if slot.paged is None else None
+        identity = Image.identity_at(path) if image is None else image.identity
+        if identity != slot.identity:
+            raise CorruptImage(f"The image at {path} was replaced by another one. Ask for the model again.")
+        if image is None:
+            return
         ranks = image.manifest.shards
         if self.spec.rank >= len(ranks):
             raise CorruptImage(

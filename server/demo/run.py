@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,11 @@ QUESTIONS = (
 )
 
 
-def add_models(store: Store, scratch: Path, console: Console) -> dict[str, Image]:
-    """The three models, packed into the store."""
-    with console.status("converting SmolLM2-135M-Instruct (once; kept in the cache directory)"):
-        base = smollm2()
+def add_models(store: Store, scratch: Path) -> dict[str, Image]:
+    """SmolLM2 and its siblings, packed into the store; `scratch` takes the siblings' checkpoints."""
+    base = smollm2()
     checkpoints = {"smollm2": base}
-    for name, layers in SIBLINGS.items():
-        checkpoints[name] = sibling(base, scratch / name, layers, SCALE)
+    checkpoints |= {name: sibling(base, scratch / name, layers, SCALE) for name, layers in SIBLINGS.items()}
     images = {}
     for name, checkpoint in checkpoints.items():
         with progress_bar(f"packing {name}") as progress:
@@ -94,15 +94,62 @@ class Loads:
         return None
 
 
+class Demo:
+    """One run against a daemon: what is printed, and what went wrong."""
+
+    def __init__(self, daemon: DaemonProcess, console: Console) -> None:
+        self._daemon = daemon
+        self._console = console
+        self._loads = Loads(daemon)
+        self.problems: list[str] = []
+
+    def ask(self, names: Iterable[str]) -> None:
+        """Every question to every model, in turn."""
+        from openai import OpenAI
+
+        client = OpenAI(base_url=f"{self._daemon.url}/v1", api_key="none", max_retries=0, timeout=120)
+        for question, name in product(QUESTIONS, names):
+            reply = client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=48
+            )
+            text = (reply.choices[0].message.content or "").strip()
+            load = self._loads.look()
+            swap = f"paged in {load['pages']} pages in {load['seconds']:.3f} s" if load else "was resident"
+            self._console.print(f"[bold]{name}[/bold] ({swap})\n  {question}\n  → {text}", highlight=False)
+            if not text:
+                self.problems.append(f"{name} gave no answer to {question!r}")
+        self._console.print()
+        self._console.print(self._loads.table)
+
+    def show_metrics(self) -> None:
+        metrics = httpx.get(f"{self._daemon.url}/metrics", timeout=10).text
+        self._console.print("\nfrom /metrics:")
+        self._console.print("  " + "\n  ".join(metric_lines(metrics, SHOWN_METRICS)), highlight=False, markup=False)
+        outs = metric_lines(metrics, ("gswapd_swap_outs_total",))
+        if not any(float(line.rsplit(" ", 1)[1]) > 0 for line in outs):
+            self.problems.append("nothing was ever paged out")
+
+    def keep(self) -> None:
+        self._console.print(f"\nserving at {self._daemon.url} until Ctrl-C")
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            self._console.print()
+
+    def stop(self) -> None:
+        status = self._daemon.stop()
+        if status:
+            self.problems.append(f"the daemon ended with exit status {status}")
+
+
 def run_demo(*, keep: bool = False) -> int:
     """Run the demo and print it; the exit status: 0 if every answer came and pages went both ways."""
-    from openai import OpenAI
-
     console = Console()
-    problems: list[str] = []
+    with console.status("converting SmolLM2-135M-Instruct (once; kept in the cache directory)"):
+        smollm2()
     with tempfile.TemporaryDirectory(prefix="gswapd-demo-") as directory:
         scratch = Path(directory)
-        images = add_models(Store(scratch / "store"), scratch, console)
+        images = add_models(Store(scratch / "store"), scratch)
         frames, kv, distinct = pool_frames(images)
         console.print(
             "Three models: SmolLM2-135M-Instruct, and two siblings made from it by scaling all matrices of twelve of "
@@ -117,38 +164,14 @@ def run_demo(*, keep: bool = False) -> int:
         console.print("starting the daemon …")
         with DaemonProcess(scratch, config) as daemon:
             console.print(f"daemon ready at {daemon.url}\n")
-            client = OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0, timeout=120)
-            loads = Loads(daemon)
-            for question in QUESTIONS:
-                for name in images:
-                    reply = client.chat.completions.create(
-                        model=name, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=48
-                    )
-                    text = (reply.choices[0].message.content or "").strip()
-                    load = loads.look()
-                    swap = f"paged in {load['pages']} pages in {load['seconds']:.3f} s" if load else "was resident"
-                    console.print(f"[bold]{name}[/bold] ({swap})\n  {question}\n  → {text}", highlight=False)
-                    if not text:
-                        problems.append(f"{name} gave no answer to {question!r}")
-            console.print()
-            console.print(loads.table)
-            metrics = httpx.get(f"{daemon.url}/metrics", timeout=10).text
-            console.print("\nfrom /metrics:")
-            console.print("  " + "\n  ".join(metric_lines(metrics, SHOWN_METRICS)), highlight=False, markup=False)
-            outs = metric_lines(metrics, ("gswapd_swap_outs_total",))
-            if not any(float(line.rsplit(" ", 1)[1]) > 0 for line in outs):
-                problems.append("nothing was ever paged out")
+            demo = Demo(daemon, console)
+            demo.ask(images)
+            demo.show_metrics()
             if keep:
-                console.print(f"\nserving at {daemon.url} until Ctrl-C")
-                try:
-                    signal.pause()
-                except KeyboardInterrupt:
-                    console.print()
-            status = daemon.stop()
-            if status:
-                problems.append(f"the daemon ended with exit status {status}")
-    for problem in problems:
+                demo.keep()
+            demo.stop()
+    for problem in demo.problems:
         console.print(f"[red]{problem}[/red]")
-    if not problems:
+    if not demo.problems:
         console.print("\nAll answered; the daemon is stopped.")
-    return 1 if problems else 0
+    return 1 if demo.problems else 0

@@ -15,10 +15,9 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from engine.request import GenerationRequest
 from server.catalog import CatalogModel
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, ScoredToken, answer_limit, prompt_too_long, sampling_params
+from server.openai.generation import Generation, ScoredToken, generation_of, prompt_too_long
 from server.openai.schemas import ChatRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
@@ -52,13 +51,9 @@ async def _generation(service: Service, body: ChatRequest, model: CatalogModel, 
         prompt = await service.tokenizers.encode_chat(tokenizer, messages, model.context_length)
     except PromptTooLong as error:
         raise prompt_too_long(model, f"at least {error.least}", "messages") from None
-    defaults = model.config.defaults
-    default = defaults.max_tokens or DEFAULT_MAX_TOKENS
-    room = service.scheduler.room(model.name)
-    limit = answer_limit(model, len(prompt), body, default, room, "messages")
-    sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.wanted_logprobs)
-    request = GenerationRequest(identity, model.name, prompt, sampling)
-    return Generation(service, model.name, tokenizer, request, body.stop)
+    return generation_of(
+        service, model, tokenizer, body, identity, prompt, "messages", DEFAULT_MAX_TOKENS, body.wanted_logprobs
+    )
 
 
 async def _whole(identity: str, model: str, generation: Generation, scored: bool) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from engine.request import GenerationRequest
 from server.catalog import CatalogModel
 from server.errors import ApiError
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, ScoredToken, answer_limit, merge, prompt_too_long, sampling_params
+from server.openai.generation import Generation, ScoredToken, generation_of, merge, prompt_too_long
 from server.openai.schemas import CompletionRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
 from server.service import Service, service_of
@@ -47,16 +46,23 @@ async def _generations(
 ) -> list[Generation]:
     """One for each prompt; none of them is submitted before all are known to be valid."""
     tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
-    defaults = model.config.defaults
     generations = []
     for index, given in enumerate(body.prompts):
         param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"
         prompt = await _tokens(service, model, tokenizer, given, param)
-        default = defaults.max_tokens or DEFAULT_MAX_TOKENS
-        limit = answer_limit(model, len(prompt), body, default, service.scheduler.room(model.name), param)
-        sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, body.logprobs)
-        request = GenerationRequest(f"{identity}-{index}", model.name, prompt, sampling)
-        generations.append(Generation(service, model.name, tokenizer, request, body.stop))
+        generations.append(
+            generation_of(
+                service,
+                model,
+                tokenizer,
+                body,
+                f"{identity}-{index}",
+                prompt,
+                param,
+                DEFAULT_MAX_TOKENS,
+                body.logprobs,
+            )
+        )
     return generations
 
 

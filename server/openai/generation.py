@@ -202,6 +202,28 @@ class Generation:
         return shown
 
 
+def generation_of(
+    service: Service,
+    model: CatalogModel,
+    tokenizer: ModelTokenizer,
+    body: Generate,
+    identity: str,
+    prompt: tuple[int, ...],
+    param: str,
+    default_max_tokens: int,
+    logprobs: int | None,
+) -> Generation:
+    """An answer to a prompt, not submitted yet. `param` is the parameter that the prompt came in, for errors;
+    `default_max_tokens` is for where neither `body` nor the configuration says how long the answer may be.
+    """
+    defaults = model.config.defaults
+    room = service.scheduler.room(model.name)
+    limit = answer_limit(model, len(prompt), body, defaults.max_tokens or default_max_tokens, room, param)
+    sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, logprobs)
+    request = GenerationRequest(identity, model.name, prompt, sampling)
+    return Generation(service, model.name, tokenizer, request, body.stop)
+
+
 async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece]]:
     """The pieces of all of them as they come, each with its generation's index. Raises the first one's Refused."""
     if len(generations) == 1:

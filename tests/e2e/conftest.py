@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from server.demo.checkpoints import sibling
 from server.demo.daemon import DaemonProcess
-from server.demo.run import PAGE_BYTES, SCALE, SIBLINGS, pool_frames
+from server.demo.run import PAGE_BYTES, add_models, pool_frames
 from swapper.image import Image
 from swapper.store import Store
 from tests.e2e.client import Client
-from worker.add import add_model
 
 MAX_QUEUE = 32
 
 
 @pytest.fixture(scope="session")
-def images(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Image]:
     """The three models, packed: `smollm2`, `smollm2-middle` and `smollm2-late`."""
     scratch = tmp_path_factory.mktemp("models")
-    store = Store(scratch / "store")
-    images = {"smollm2": add_model(store, smollm2, "smollm2")}
-    for name, layers in SIBLINGS.items():
-        images[name] = add_model(store, sibling(smollm2, scratch / name, layers, SCALE), name)
-    return images
+    return add_models(Store(scratch / "store"), scratch)
 
 
 @pytest.fixture(scope="session")

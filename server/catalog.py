@@ -32,7 +32,6 @@ class CatalogModel:
 
     name: str
     path: Path
-    fingerprint: str
     context_length: int
     created: int  # unix time of its publication
     stamp: tuple[int, int]  # of its manifest: another one if the name was removed and added again
@@ -193,7 +192,6 @@ class Catalog:
         model = CatalogModel(
             name=name,
             path=image.path,
-            fingerprint=manifest.fingerprint,
             context_length=manifest.context_length,
             created=stamp[0] // 1_000_000_000,
             stamp=stamp,

@@ -143,11 +143,14 @@ class Tokenizers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize long")
         self._long_places = BoundedSemaphore(LONG_TEXTS)
-        self._loads: OrderedDict[tuple[str, Path, str], asyncio.Future[ModelTokenizer]] = OrderedDict()
+        self._loads: OrderedDict[tuple[str, Path, tuple[int, int]], asyncio.Future[ModelTokenizer]] = OrderedDict()
 
-    async def get(self, model: str, path: Path, fingerprint: str) -> ModelTokenizer:
-        """The tokenizer of an image, read once however many ask at once. Raises CorruptImage."""
-        key = (model, path, fingerprint)
+    async def get(self, model: str, path: Path, stamp: tuple[int, int]) -> ModelTokenizer:
+        """The tokenizer of an image, read once however many ask at once. Raises CorruptImage.
+
+        `stamp` tells an image from one that took its place: not even its weights need differ.
+        """
+        key = (model, path, stamp)
         if key not in self._loads:
             self._loads[key] = asyncio.ensure_future(self.run(ModelTokenizer, model, path))
             if len(self._loads) > CACHED_TOKENIZERS:

@@ -45,7 +45,7 @@ async def create(request: Request) -> Response:
 
 
 async def _generation(service: Service, body: ChatRequest, model: CatalogModel, identity: str) -> Generation:
-    tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
+    tokenizer = await service.tokenizers.get(model.name, model.path, model.stamp)
     messages = [message.for_template() for message in body.messages]
     try:
         prompt = await service.tokenizers.encode_chat(tokenizer, messages, model.context_length)

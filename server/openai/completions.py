@@ -45,7 +45,7 @@ async def _generations(
     service: Service, body: CompletionRequest, model: CatalogModel, identity: str
 ) -> list[Generation]:
     """One for each prompt; none of them is submitted before all are known to be valid."""
-    tokenizer = await service.tokenizers.get(model.name, model.path, model.fingerprint)
+    tokenizer = await service.tokenizers.get(model.name, model.path, model.stamp)
     generations = []
     for index, given in enumerate(body.prompts):
         param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"

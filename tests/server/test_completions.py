@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 from openai import OpenAI
 from tokenizers import Tokenizer
 
+from tests.server.conftest import ServerThread, publish
 from tests.server.fakes import FakeScheduler
 from tests.server.test_chat import events, script
 
@@ -73,3 +75,19 @@ def test_logprobs(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, 5, 7]
     assert logprobs.top_logprobs == [{" upon": -0.5}, {" a": -0.5}, {" time": -0.5}]
+
+
+def test_a_model_that_took_anothers_place_has_its_own_tokenizer(
+    server: ServerThread, http: httpx.Client, scheduler: FakeScheduler, smollm2: Path
+) -> None:
+    """Same name, same weights, another end of text: nothing of the first may be remembered."""
+    stops = []
+    for end in (5, 6):
+        files = {"generation_config.json": f'{{"eos_token_id": {end}}}'}
+        publish(server.store, "renewed", smollm2, files=files)
+        server.call(server.catalog.refresh())
+        http.post("/v1/completions", json={"model": "renewed", "prompt": "Once"}).raise_for_status()
+        stops.append(end in scheduler.submitted[-1].sampling.stop_tokens)
+        server.store.remove("renewed")
+        server.call(server.catalog.refresh())
+    assert stops == [True, True]

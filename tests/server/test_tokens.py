@@ -84,9 +84,9 @@ def test_a_broken_file_is_named(directory: Path, file: str) -> None:
 def test_a_tokenizer_is_read_once_however_many_ask(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         tokenizers = Tokenizers(2)
-        several = await asyncio.gather(*(tokenizers.get("m", smollm2, "print") for _ in range(8)))
+        several = await asyncio.gather(*(tokenizers.get("m", smollm2, (1, 1)) for _ in range(8)))
         assert len(set(map(id, several))) == 1
-        assert await tokenizers.get("m", smollm2, "another print") is not several[0]
+        assert await tokenizers.get("m", smollm2, (2, 1)) is not several[0]
         tokenizers.close()
 
     asyncio.run(scenario())
@@ -98,9 +98,9 @@ def test_a_failure_is_not_kept(directory: Path) -> None:
         whole = (directory / "tokenizer.json").read_bytes()
         (directory / "tokenizer.json").write_text("{")
         with pytest.raises(CorruptImage):
-            await tokenizers.get("m", directory, "print")
+            await tokenizers.get("m", directory, (1, 1))
         (directory / "tokenizer.json").write_bytes(whole)
-        await tokenizers.get("m", directory, "print")
+        await tokenizers.get("m", directory, (1, 1))
         tokenizers.close()
 
     asyncio.run(scenario())
@@ -111,9 +111,9 @@ def test_the_cache_is_bounded(smollm2: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     async def scenario() -> None:
         tokenizers = Tokenizers(1)
-        first = await tokenizers.get("a", smollm2, "print")
-        await tokenizers.get("b", smollm2, "print")
-        assert await tokenizers.get("a", smollm2, "print") is not first
+        first = await tokenizers.get("a", smollm2, (1, 1))
+        await tokenizers.get("b", smollm2, (1, 1))
+        assert await tokenizers.get("a", smollm2, (1, 1)) is not first
         tokenizers.close()
 
     asyncio.run(scenario())

@@ -54,6 +54,29 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Stop all running requests of a model between two passes, keep their keys and values elsewhere, and give up all
+    its KV frames. It is a grant of no frames too: answered by Suspended, and by no KvReleased.
+    """
+
+    group: str
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let a suspended model go on; its pages may still be on their way. It is a grant of `kv_frames` too, answered by
+    Resumed, and by no KvReleased.
+    """
+
+    group: str
+    model: str
+    kv_frames: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Stop a running request; its Finished still comes."""
 
@@ -95,4 +118,4 @@ class WakeAt:
     at: float
 
 
-Action = PageIn | PageOut | GrantKv | Serve | Cancel | Reject | Fail | Done | WakeAt
+Action = PageIn | PageOut | GrantKv | Serve | Suspend | Resume | Cancel | Reject | Fail | Done | WakeAt

@@ -16,7 +16,9 @@ from scheduler.core.events import (
     PagedOut,
     PageInFailed,
     PageOutFailed,
+    Resumed,
     Started,
+    Suspended,
     WorkerLost,
     WorkerUp,
 )
@@ -137,6 +139,14 @@ def finished(state: State, event: Finished) -> None:
     state.forget(request)
 
 
+def suspended(state: State, event: Suspended) -> None:
+    """The race: the group was lost after it was asked to suspend."""
+
+
+def resumed(state: State, event: Resumed) -> None:
+    """The race: as in `suspended`."""
+
+
 def worker_lost(state: State, event: WorkerLost) -> None:
     group = state.groups.get(event.group)
     if group is not None and group.up:
@@ -148,7 +158,7 @@ def worker_up(state: State, event: WorkerUp) -> None:
     group = state.groups.get(event.group)
     if group is not None and group.up:
         _lose(state, group, "it was restarted")
-    state.groups[event.group] = Group(event.group, event.ranks, Ledger(event.ranks, event.frames))
+    state.groups[event.group] = Group(event.group, event.ranks, Ledger(event.ranks, event.frames), event.pp)
     rehome(state)
     refuse_hopeless(state)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+PolicyName = Literal["gswapd", "lru", "computron"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +24,15 @@ class CoreConfig:
     wait_bound: float = 5.0  # a request that waited so long for memory goes before everything younger
     load_backoff: float = 1.0  # pause after a failed page-in or page-out; doubles with each further failure
     load_backoff_max: float = 60.0
+    policy: PolicyName = "gswapd"
+    time_slice: float = 1.0  # a model that came in runs for so long before it is suspended for another's sake
 
     def __post_init__(self) -> None:
         for name in ("page_bytes", "max_queue", "max_queue_total", "max_running", "extent_pages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.policy not in get_args(PolicyName):
+            raise ValueError(f"policy is {self.policy!r}; there are {', '.join(get_args(PolicyName))}")
         if self.wait_bound < 0 or not 0 < self.load_backoff <= self.load_backoff_max:
             raise ValueError("times must be positive, and load_backoff at most load_backoff_max")
 

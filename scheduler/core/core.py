@@ -20,7 +20,7 @@ from scheduler.core.placement import Placement
 from scheduler.core.planner import Planner
 from scheduler.core.state import Model, State
 from scheduler.core.transitions import InvalidTransition, Phase
-from scheduler.core.view import GroupView, KvRoom, ModelView, PlacementView
+from scheduler.core.view import Decision, GroupView, KvRoom, ModelView, PlacementView
 
 __all__ = ["CoreConfig", "InvalidTransition", "SchedulerCore"]
 
@@ -57,6 +57,8 @@ _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingPr
         events.WorkerLost: completions.worker_lost,
         events.DrainBegan: _drain_began,
         events.Started: completions.started,
+        events.Suspended: completions.suspended,
+        events.Resumed: completions.resumed,
         events.Tick: _nothing,
     }
 )
@@ -117,6 +119,11 @@ class SchedulerCore:
         """The most KV frames that one request of a model can have; None while that cannot be told."""
         known = self._state.models.get(model)
         return None if known is None else kv_room(self._state, known)
+
+    def decisions(self, model: str) -> tuple[Decision, ...]:
+        """The last decisions about a model, oldest first; empty when it is not known."""
+        known = self._state.models.get(model)
+        return tuple(known.decisions) if known is not None else ()
 
     @property
     def unfinished(self) -> int:

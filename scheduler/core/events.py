@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Mesh = tuple[int, int]
+"""Ranks, and how many pipeline stages they make."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the core must know of a model: for each rank of its mesh, the identity of each page, in page order."""
+    """What the core must know of a model: for each rank of its mesh, the identity of each page, in page order.
+
+    What is expected of it (`max_wait`, `slo`, `priority`, `ttl`) comes from the configuration. `page_seconds` and
+    `run_seconds` are a first guess, where there is one: the core goes by what it sees.
+    """
 
     name: str
     shards: tuple[tuple[int, ...], ...]
+    pp: int = 1  # pipeline stages of its mesh; the rest of the ranks is tensor parallel
+    max_wait: float | None = None  # bound of a request's wait for memory; None: that of the configuration
+    slo: float | None = None  # seconds in which an answer should be complete
+    priority: int = 0  # the higher goes first, within the others' bounds
+    ttl: float | None = None  # its pages go when it was idle for so long; None: they stay until they are in the way
+    page_seconds: float | None = None  # to read one page of each rank
+    run_seconds: float | None = None  # from the first forward pass of a request to its end
 
     def __post_init__(self) -> None:
         if not self.shards or not self.shards[0] or len({len(shard) for shard in self.shards}) > 1:
             raise ValueError(f"model {self.name}: every rank must have the same number of pages, at least one")
+        if self.pp < 1 or len(self.shards) % self.pp:
+            raise ValueError(f"model {self.name}: {len(self.shards)} ranks do not make {self.pp} stages")
+        times = (self.max_wait, self.slo, self.ttl, self.page_seconds, self.run_seconds)
+        if any(seconds is not None and seconds < 0 for seconds in times):
+            raise ValueError(f"model {self.name}: times must not be negative")
+
+    @property
+    def mesh(self) -> Mesh:
+        return len(self.shards), self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +137,34 @@ class KvReleased(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Suspended(Event):
+    """A model's running requests stopped between two passes. Their keys and values are out of its KV frames, which are
+    free now; with `kv_frames` frames they can be brought back.
+    """
+
+    group: str
+    model: str
+    epoch: int
+    kv_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """A suspended model's requests run again from where they stopped."""
+
+    group: str
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerUp(Event):
-    """A group is ready, empty, with this many frames a rank. It serves models of as many shards as it has ranks."""
+    """A group is ready, empty, with this many frames a rank. It serves models that were packed for its mesh."""
 
     group: str
     frames: int
     ranks: int = 1
+    pp: int = 1  # pipeline stages that the ranks make
 
 
 @dataclass(frozen=True, slots=True)

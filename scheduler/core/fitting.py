@@ -11,8 +11,8 @@ MINIMAL_KV = 1
 
 
 def matching_groups(state: State, model: Model) -> list[Group]:
-    """Groups that have a rank for each shard, whether they are up or expected back."""
-    return [group for group in state.groups.values() if group.ranks == len(model.spec.shards)]
+    """Groups of the mesh that the model was packed for, whether they are up or expected back."""
+    return [group for group in state.groups.values() if group.mesh == model.spec.mesh]
 
 
 def pinned_on(state: State, group: Group, beside: Model | None = None) -> list[Model]:

@@ -166,7 +166,7 @@ class Planner:
     def _choose_group(self, model: Model, demand: Demand) -> Group | None:
         sites = []
         for group in self._state.groups.values():
-            if not group.up or group.ranks != len(model.spec.shards):
+            if not group.up or group.mesh != model.spec.mesh:
                 continue
             if demand.pin and group.name != model.home:
                 continue

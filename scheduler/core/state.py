@@ -7,16 +7,21 @@ in `core.py` (what an event means) and `planner.py` (what is to be done now).
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler.core.actions import Action, Cancel, Fail, GrantKv, PageIn, PageOut, Reason, Serve
 from scheduler.core.config import CoreConfig
-from scheduler.core.events import ModelSpec
+from scheduler.core.events import Mesh, ModelSpec
 from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Extent, Leaving, Placement
 from scheduler.core.requests import Job, Request
 from scheduler.core.transitions import Phase, Signal
+from scheduler.core.view import Decision
+
+DECISIONS = 16
+"""Explanations that are kept of each model."""
 
 
 @dataclass(slots=True)
@@ -26,8 +31,13 @@ class Group:
     name: str
     ranks: int
     ledger: Ledger
+    pp: int = 1
     up: bool = True
     placements: dict[str, Placement] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.ranks, self.pp
 
 
 @dataclass(slots=True)
@@ -46,6 +56,7 @@ class Model:
     retry_at: float = 0.0
     last_finish: float | None = None
     removed: bool = False
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS))
     pages: int = field(init=False)
     identities: tuple[frozenset[int], ...] = field(init=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from scheduler.core.transitions import Phase
 
@@ -57,3 +57,14 @@ class KvRoom(NamedTuple):
 
     now: int
     ever: int
+
+
+DecisionKind = Literal["placed", "loading", "waiting", "evicted", "suspended", "resumed", "prefetched", "refused"]
+
+
+class Decision(NamedTuple):
+    """Why something was done to a model or not: a sentence with numbers, for people."""
+
+    at: float  # on the clock of the events
+    kind: DecisionKind
+    message: str

@@ -72,6 +72,14 @@ def test_a_model_runs_on_a_group_with_as_many_ranks_as_it_has_shards() -> None:
     assert only(desk.arrive("a", "A"), act.Serve) == [act.Serve("a", "double")]
 
 
+def test_a_model_runs_on_a_group_of_its_mesh_not_just_of_as_many_ranks() -> None:
+    desk = Desk()
+    desk.send(ev.WorkerUp(0.0, "tensor", 9, ranks=2, pp=1))
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("A", ((1, 2), (11, 12)), pp=2)))
+    assert not only(desk.arrive("a", "A"), act.Serve)
+    assert only(desk.send(ev.WorkerUp(0.0, "pipeline", 9, ranks=2, pp=2)), act.Serve) == [act.Serve("a", "pipeline")]
+
+
 def test_a_model_goes_where_most_is_free_and_then_where_it_is() -> None:
     desk = Desk(small=5, large=9)
     desk.add("A", (1, 2))

@@ -70,6 +70,7 @@ class Engine:
                 max_batch_sequences=self._max_batch_sequences,
                 ended=self._forget,
                 clock=time.perf_counter,
+                grammars=model.grammars,
             )
             self._models[model.name] = ModelRunner(
                 model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads

@@ -1,7 +1,7 @@
 """Choosing the next tokens: one batch of logits in, one token a row out, without any state.
 
-A row's order of business, as transformers' `generate` does it (`GenerationMixin._get_logits_processor`): repetition
-penalty, presence and frequency penalties, temperature, top-k, top-p, min-p, draw. Conventions:
+A row's order of business, as transformers' `generate` does it (`GenerationMixin._get_logits_processor`): bias,
+repetition penalty, presence and frequency penalties, mask, temperature, top-k, top-p, min-p, draw. Conventions:
 
 - repetition penalty `r` (Keskar et al. 2019, section 4.1; transformers' `RepetitionPenaltyLogitsProcessor`): logits of
   tokens seen in prompt or answer are divided by `r` if positive, multiplied by it otherwise.
@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
+from engine.grammar import Mask
 from engine.request import SamplingParams, TokenLogprob
 
 LEAST_TEMPERATURE = 1e-5
@@ -42,6 +44,8 @@ class SamplingRow:
     position: int
     tokens: Sequence[int] = ()  # prompt and answer
     answer_counts: Mapping[int, int] | None = None  # tokens of the answer, and how often each stands there
+    mask: Mask | None = None  # of a grammar
+    given: int | None = None  # nothing is sampled: this token is there already, and its log-probability is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled | 
     reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     raw = torch.log_softmax(_select(logits, reported), dim=-1) if reported else None  # before penalties are written
 
-    chosen = [i for i, row in enumerate(rows) if not _takes_the_likeliest(row.params)]
+    given = [i for i, row in enumerate(rows) if row.given is not None]
+    if given:
+        tokens = _put(tokens, given, _index([rows[i].given or 0 for i in given], logits.device))
+    chosen = [i for i, row in enumerate(rows) if row.given is None and not _takes_the_likeliest(row)]
     draw = _Draw(_select(logits, chosen), [rows[i] for i in chosen]) if chosen else None
     reached = None
     if draw is not None:
@@ -90,8 +97,11 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _takes_the_likeliest(params: SamplingParams) -> bool:
-    return params.temperature < LEAST_TEMPERATURE and not _has_penalties(params)
+def _takes_the_likeliest(row: SamplingRow) -> bool:
+    params = row.params
+    return params.temperature < LEAST_TEMPERATURE and not (
+        _has_penalties(params) or params.logit_bias or row.mask is not None
+    )
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -139,7 +149,9 @@ class _Draw:
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         """Writes to `logits`."""
+        _favour(logits, rows)
         _penalise(logits, rows)
+        _mask(logits, rows)
         params = [row.params for row in rows]
         vocabulary = logits.shape[-1]
         self._greedy = logits.argmax(dim=-1)  # for rows that are greedy after penalties
@@ -199,6 +211,30 @@ class _Draw:
         mass = self._probabilities.gather(1, best.indices).cumsum(dim=-1, dtype=torch.float64)
         places = torch.searchsorted(mass, wanted)
         return best.values.gather(1, places.clamp(max=count - 1)), (places < count) | (count == self._logits.shape[-1])
+
+
+def _favour(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    biases = [
+        (i, token, bias)
+        for i, row in enumerate(rows)
+        for token, bias in row.params.logit_bias.items()
+        if token < logits.shape[-1]
+    ]
+    if biases:
+        where, added = _places(logits, biases)
+        logits[where] += added
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Leave the tokens that a row's grammar does not allow no probability."""
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    if not masked:
+        return
+    words = torch.from_numpy(np.stack([row.mask for row in rows if row.mask is not None])).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    index = _index(masked, logits.device)
+    logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

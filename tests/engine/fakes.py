@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import StepBatch
+from engine.grammar import Grammars
 from engine.model import KvCache, PageGate
 from engine.request import (
     EngineReport,
@@ -60,6 +61,7 @@ class FakeModel:
     vocab_size: int = VOCABULARY
     context_length: int = 512
     kv_bytes_per_token: int = 4
+    grammars: Grammars | None = None
     layers: int = 1
     before: Callable[[StepBatch], None] | None = None  # called at the start of each pass
     poison: int | None = None  # a pass that samples after this token gives NaN

@@ -60,6 +60,8 @@ class Step:
     chunks: tuple[Chunk, ...]
     sampled: tuple[Sequence, ...]
     scored: tuple[tuple[Sequence, int], ...] = ()
+    ahead: int = 0
+    """How many tokens of each sequence were not known when this was planned: 1 if it was planned by `plan_ahead`."""
 
     @property
     def is_awaited(self) -> bool:
@@ -67,8 +69,10 @@ class Step:
         return any(not chunk.sequence.is_answered for chunk in self.chunks)
 
     def rows(self) -> list[SamplingRow]:
+        """To be asked for when the pass is launched."""
         rows = [
-            SamplingRow(s.request.sampling, len(s.tokens), s.tokens, s.answer_counts, s.mask()) for s in self.sampled
+            SamplingRow(s.request.sampling, len(s.tokens) + self.ahead, s.tokens, s.answer_counts, s.mask())
+            for s in self.sampled
         ]
         return rows + [SamplingRow(s.request.sampling, at, given=s.tokens[at]) for s, at in self.scored]
 
@@ -171,14 +175,38 @@ class Batcher:
             self._want_more()
         return _step(chunks) if chunks else None
 
+    def plan_ahead(self, step: Step) -> Step | None:
+        """The pass behind `step`, which is under way: the same sequences, each with the token that is being chosen.
+
+        None unless that is what `plan` would say for all but certain, whatever those tokens are. A sequence that turns
+        out to have ended with its token has a surplus one in this pass, which `complete` drops. Only decodes are
+        followed: `plan` has let in whoever could be let in, so nobody waits for longer because of this.
+        """
+        sequences = step.sampled
+        if step.scored or len(step.batch.tokens) != len(sequences) or list(sequences) != self._running:
+            return None
+        if any(len(s.tokens) + 1 >= s.limit or s.request.sampling.looks_back for s in sequences):
+            return None
+        for sequence in sequences:
+            missing = kv_blocks(len(sequence.tokens) + 1) - len(sequence.blocks)
+            if missing > 0:
+                blocks = self._blocks.take(missing)
+                if blocks is None:
+                    return None
+                sequence.blocks += blocks
+        return _step_behind(step)
+
     def complete(self, step: Step, sampled: list[Sampled | None], computing: float, paging: float) -> None:
         """The pass is done; `sampled` has the new token of each of `step.sampled`, then what is there of `step.scored`;
         None where logits are not finite.
 
-        It took `computing` seconds and `paging` seconds of waiting for pages.
+        It took `computing` seconds and `paging` seconds of waiting for pages. Sequences that ended meanwhile, in a pass
+        planned ahead, are left out.
         """
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if not self._has(sequence):
+                continue
             sequence.computed += chunk.length
             sequence.computing += computing
             sequence.paging += paging
@@ -191,6 +219,8 @@ class Batcher:
             known = score.logprob if score is not None else None
             sequence.prompt_logprobs.append(known or TokenLogprob(math.nan))
         for sequence, result in zip(step.sampled, sampled[:new], strict=True):
+            if not self._has(sequence):
+                continue
             if result is None:
                 self._fail(sequence, "The model's logits are not finite. Its weights or its dtype may be wrong.")
             else:
@@ -199,7 +229,11 @@ class Batcher:
     def fail(self, step: Step, message: str) -> None:
         """The pass had a defect: whoever took part in it is over."""
         for chunk in step.chunks:
-            self._fail(chunk.sequence, message)
+            if self._has(chunk.sequence):
+                self._fail(chunk.sequence, message)
+
+    def _has(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.id) is sequence
 
     # ---- planning
 
@@ -367,3 +401,14 @@ def _step(chunks: list[Chunk]) -> Step:
             scored.append((sequence, place + 1))
     batch = StepBatch(tuple(tokens), tuple(positions), tuple(slices), (*rows, *scored_rows))
     return Step(batch, tuple(chunks), tuple(sampled), tuple(scored))
+
+
+def _step_behind(step: Step) -> Step:
+    """One more token of each sequence of a pass of decodes that is under way; 0 stands for what is not known."""
+    positions = tuple(position + 1 for position in step.batch.positions)
+    slices = tuple(
+        SequenceSlice(row, 1, position + 1, sequence.blocks[: kv_blocks(position + 1)])
+        for row, (position, sequence) in enumerate(zip(positions, step.sampled, strict=True))
+    )
+    batch = StepBatch((0,) * len(positions), positions, slices, step.batch.sampled)
+    return Step(batch, step.chunks, step.sampled, ahead=1)

@@ -52,8 +52,13 @@ class ModelRunnerProtocol(Protocol):
     kv_bytes_per_token: int
     grammars: Grammars | None
 
-    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
-        """Logits of the sampled rows, shape `[len(batch.sampled), vocab]`, float32, on the model's device."""
+    def forward(
+        self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of the sampled rows, shape `[len(batch.sampled), vocab]`, float32, on the model's device.
+
+        With `tokens` (int64, on that device), these are the packed tokens, and those of the batch are not looked at.
+        """
 
     def kv_cache(self, region: Region) -> KvCache:
         """See a reserved region as this model's KV blocks. Touches no memory."""
@@ -119,7 +124,9 @@ class BoundModel:
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)
 
-    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one pass, in the calling thread.
 
         An exception out of `gate` leaves the model as it was; the pass's keys and values may then be written in part.
@@ -127,11 +134,12 @@ class BoundModel:
         assert isinstance(kv, PagedKvCache)
         with torch.inference_mode():
             if self._gpu is not None:
-                logits = self._gpu.forward(batch, kv, gate)
+                logits = self._gpu.forward(batch, kv, gate, tokens)
             else:
-                tokens, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
+                ids, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
                 sampled = torch.tensor(batch.sampled, dtype=torch.long)
-                logits = self._run(tokens, positions, sampled, PagedPass(batch, kv, gate))
+                ids = ids if tokens is None else tokens[None]
+                logits = self._run(ids, positions, sampled, PagedPass(batch, kv, gate))
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 

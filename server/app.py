@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -22,7 +20,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
     app.include_router(admin.router, dependencies=[Depends(key_required(keys.admin_key))])
     app.include_router(admin.health)
-    app.add_middleware(Admission, limit=keys.max_requests, turned_away=service.metrics.turned_away)
+    app.add_middleware(Admission, limit=keys.max_requests)
     errors.register(app)  # last: the middleware that is added last is outermost
     return app
 
@@ -33,10 +31,9 @@ class Admission:
     It bounds what the queues of the scheduler do not: reading bodies and tokenizing.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, turned_away: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
         self._limit = limit
-        self._turned_away = turned_away
         self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +41,6 @@ class Admission:
             await self._app(scope, receive, send)
             return
         if self._inside >= self._limit:
-            self._turned_away()
             message = f"The server is answering {self._limit} requests already; try again shortly."
             refusal = errors.ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
             await refusal.response()(scope, receive, send)

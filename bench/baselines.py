@@ -1,0 +1,88 @@
+"""Computron's scheduler, with the words of our core, so that the simulator can drive it: baseline (a), frozen.
+
+Its policy and its mechanism: every 10 ms it looks at the model whose oldest request has waited longest. If that model
+is in and the processor takes a batch, the batch goes; if it is absent, the model that was used least recently and
+has nothing running goes out, whole, and the absent one comes in, whole; if none can go, or the model is still coming
+in, nothing happens in this tick. A model answers once all of it is in (`Simulator(streaming=False)`). Swapping out
+costs nothing here, which is kind to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from scheduler.core import actions, events
+
+TICK = 0.01
+
+
+class ComputronCore:
+    """One group, models of equal size of which `most_loaded` fit, batches of at most `max_batch`, one at a time."""
+
+    def __init__(self, most_loaded: int, max_batch: int) -> None:
+        self._most_loaded = most_loaded
+        self._max_batch = max_batch
+        self._pages: dict[str, int] = {}
+        self._queues: dict[str, deque[tuple[float, str]]] = {}
+        self._loaded: OrderedDict[str, bool] = OrderedDict()  # least recently used first; whether it is all in
+        self._running: dict[str, str] = {}  # request → model
+        self._group = ""
+        self._epoch = 0
+        self._wakes_at = 0.0
+
+    def step(self, event: events.Event) -> Sequence[actions.Action]:
+        match event:
+            case events.ModelAdded():
+                self._pages[event.model.name] = len(event.model.shards[0])
+                self._queues[event.model.name] = deque()
+            case events.WorkerUp():
+                self._group = event.group
+            case events.Arrived():
+                self._queues[event.model].append((event.at, event.request))
+            case events.PagedIn():
+                self._loaded[event.model] = True
+            case events.Finished():
+                del self._running[event.request]
+            case events.Tick():
+                return [*self._tick(), *self._wake(event.at)]
+        return self._wake(event.at)
+
+    def _wake(self, now: float) -> list[actions.Action]:
+        """At the next tick, while anything waits."""
+        if self._wakes_at > now or not any(self._queues.values()):
+            return []
+        self._wakes_at = (math.floor(now / TICK + 1e-6) + 1) * TICK
+        return [actions.WakeAt(self._wakes_at)]
+
+    def _tick(self) -> list[actions.Action]:
+        waiting = [(queue[0], model) for model, queue in self._queues.items() if queue]
+        if not waiting:
+            return []
+        model = min(waiting)[1]
+        if model not in self._loaded:
+            return self._swap_in(model)
+        if not self._loaded[model] or self._running:
+            return []
+        self._loaded.move_to_end(model)
+        queue = self._queues[model]
+        batch = [queue.popleft()[1] for _ in range(min(len(queue), self._max_batch))]
+        self._running |= dict.fromkeys(batch, model)
+        return [actions.Serve(request, self._group) for request in batch]
+
+    def _swap_in(self, model: str) -> list[actions.Action]:
+        swaps: list[actions.Action] = []
+        if len(self._loaded) >= self._most_loaded:
+            busy = set(self._running.values())
+            victim = next((other for other, whole in self._loaded.items() if whole and other not in busy), None)
+            if victim is None:
+                return []
+            del self._loaded[victim]
+            swaps.append(actions.PageOut(self._group, victim, 0, self._next_epoch()))
+        self._loaded[model] = False
+        return [*swaps, actions.PageIn(self._group, model, 0, self._pages[model], self._next_epoch())]
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch

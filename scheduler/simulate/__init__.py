@@ -1,0 +1,1 @@
+"""The simulator: the same core, an event heap for a clock, and models of links, processors and clients."""

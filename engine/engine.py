@@ -70,10 +70,12 @@ class Engine:
                 max_batch_sequences=self._max_batch_sequences,
                 ended=self._forget,
                 clock=time.perf_counter,
+                grammars=model.grammars,
             )
-            self._models[model.name] = ModelRunner(
-                model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads
-            )
+            runner = ModelRunner(model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads)
+            self._models[model.name] = runner
+            for region in (blocks.region, shard.region):
+                self._pool.guard(region, runner.settle)
 
     def remove(self, name: str, timeout: float = PASS_TIMEOUT) -> None:
         """Forget a model, its sequences without a word, and give its KV memory back. Raises KeyError, TimeoutError."""

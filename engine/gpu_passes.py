@@ -76,28 +76,31 @@ class GpuPasses:
         self._owner = object()  # of the graphs; another model may come to have this one's name and addresses
         weakref.finalize(self, self._graphs.forget, self._owner)
 
-    def forward(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
         """Launch a pass. Logits are of the model's own type, and good until the next pass."""
         stream, caller = pass_stream(self._device), torch.cuda.current_stream(self._device)
         assert stream is not None
         if caller == stream:
-            return self._forward(batch, cache, gate)
+            return self._forward(batch, cache, gate, tokens)
         stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            logits = self._forward(batch, cache, gate)
+            logits = self._forward(batch, cache, gate, tokens)
         caller.wait_stream(stream)
-        stream.synchronize()  # the pinned memory may be written to again
         return logits
 
-    def _forward(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+    def _forward(
+        self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
         bucket = bucket_of(len(batch.slices)) if decodes_only(batch) else None
         if bucket is not None and self._is_ready(self._nbytes):
             gate(self._nbytes)  # a graph has no gates
             graph = self._graph(bucket, cache)
             if graph is not None:
-                self._row.copy(batch, bucket, self._owner)
+                self._row.copy(batch, bucket, self._owner, tokens)
                 return graph.replay()[: len(batch.slices)]
-        return self._eager(self._staging.copy(batch), cache, gate)
+        return self._eager(self._staging.copy(batch, tokens), cache, gate)
 
     def _eager(self, inputs: StepTensors, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
         return self._run(inputs.tokens, inputs.positions, inputs.sampled, TritonPass(inputs, cache, gate))

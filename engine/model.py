@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from engine.architecture import DTYPES, build, freeze_rope, read_config, trace
 from engine.attention import PagedPass, Pass, current_pass
 from engine.batch import StepBatch
+from engine.grammar import Grammars, ImageGrammars
 from engine.kv_cache import KvLayout, PagedKvCache
 from engine.views import region_bytes, view
 from swapper.errors import CorruptImage, UnsupportedModel
 from swapper.frames import Region
 from swapper.header import TORCH_WORDS
-from swapper.image import Image, Manifest, Shard
+from swapper.image import Image, Shard
 
 if TYPE_CHECKING:
     from engine.gpu_passes import GpuPasses
@@ -49,9 +50,15 @@ class ModelRunnerProtocol(Protocol):
     vocab_size: int
     context_length: int
     kv_bytes_per_token: int
+    grammars: Grammars | None
 
-    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
-        """Logits of the sampled rows, shape `[len(batch.sampled), vocab]`, float32, on the model's device."""
+    def forward(
+        self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of the sampled rows, shape `[len(batch.sampled), vocab]`, float32, on the model's device.
+
+        With `tokens` (int64, on that device), these are the packed tokens, and those of the batch are not looked at.
+        """
 
     def kv_cache(self, region: Region) -> KvCache:
         """See a reserved region as this model's KV blocks. Touches no memory."""
@@ -73,13 +80,15 @@ class WeightRegion(Protocol):
 class BoundModel:
     """One rank's shard of a model, ready to run as far as its pages are in. Not for several threads at once."""
 
-    def __init__(self, weights: WeightRegion, manifest: Manifest, module: PreTrainedModel, kv: KvLayout) -> None:
+    def __init__(self, weights: WeightRegion, image: Image, module: PreTrainedModel, kv: KvLayout) -> None:
+        manifest = image.manifest
         self.weights = weights
         self.name = manifest.model
         self.vocab_size = int(module.config.get_text_config().vocab_size)
         self.context_length = manifest.context_length
         self.kv_bytes_per_token = kv.bytes_per_token
         self.kv_layout = kv
+        self.grammars: Grammars | None = ImageGrammars(image.path, self.vocab_size)
         self._module = module
         self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
@@ -110,12 +119,14 @@ class BoundModel:
         _bind_tensors(module, data, shard.shard, manifest.model)
         for extent in shard.shard.layers:
             _gate_before(module.get_submodule(extent.name), extent.end)
-        return BoundModel(shard, manifest, module.requires_grad_(False), kv)
+        return BoundModel(shard, image, module.requires_grad_(False), kv)
 
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)
 
-    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one pass, in the calling thread.
 
         An exception out of `gate` leaves the model as it was; the pass's keys and values may then be written in part.
@@ -123,11 +134,12 @@ class BoundModel:
         assert isinstance(kv, PagedKvCache)
         with torch.inference_mode():
             if self._gpu is not None:
-                logits = self._gpu.forward(batch, kv, gate)
+                logits = self._gpu.forward(batch, kv, gate, tokens)
             else:
-                tokens, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
+                ids, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
                 sampled = torch.tensor(batch.sampled, dtype=torch.long)
-                logits = self._run(tokens, positions, sampled, PagedPass(batch, kv, gate))
+                ids = ids if tokens is None else tokens[None]
+                logits = self._run(ids, positions, sampled, PagedPass(batch, kv, gate))
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 

@@ -27,6 +27,15 @@ class SamplingParams:
     max_tokens: int = 16
     stop_tokens: frozenset[int] = frozenset()  # the answer ends before any of these
     logprobs: int | None = None  # how many alternatives to report at each position; None: no logprobs at all
+    score_prompt: bool = False  # with `logprobs`: report the prompt's tokens as well, from the second on
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    grammar: str | None = None  # what the answer must match, as llguidance writes grammars
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token cannot be chosen before the one before it is known on the host."""
+        penalised = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalised or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class Tokens:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token, if they were asked for
     time: EngineTime | None = None  # with the last token of an answer that came to its own end
 
 

@@ -4,6 +4,10 @@ Everything that touches the model's sequences and blocks happens in this thread,
 leave commands in its inbox. The thread starts with the first command, and waits for the next when there is nothing to
 run.
 
+On a GPU a pass is launched, not run: the next one goes behind it before its tokens are known, as long as it is the same
+sequences' next token (`Batcher.plan_ahead`) and nobody waits for the turn or has left a command. Tokens then go from
+pass to pass on the GPU, which never waits for the host. Between two calls of `_pass` nothing is under way.
+
 A pass that lacks a layer's pages gives its turn away and waits for them. A command that cannot wait that long (a
 cancel, a grant, an abort) makes it give up: nothing of it is kept, and the next pass is planned anew.
 """
@@ -13,7 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +27,7 @@ from engine.batching import Batcher, Step
 from engine.blocks import BlockManager
 from engine.model import ModelRunnerProtocol
 from engine.request import EngineReport
-from engine.sampling import sample
+from engine.sampling import Choice
 from engine.streams import pass_stream
 from engine.turn import Turn
 from swapper.errors import PageInAborted
@@ -34,6 +40,28 @@ Emit = Callable[[Sequence[EngineReport]], None]
 
 RETRY_SECONDS = 0.25
 """How long to wait for what no command announces: frames of the pool that others give back, a page-in begun again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose pass is under way, and its tokens to come."""
+
+    step: Step
+    choice: Choice
+
+
+class _PassFailed(Exception):
+    """A model's code or its device raised the cause of this: it ends the requests of the pass, and only those."""
+
+
+@contextmanager
+def _blame() -> Iterator[None]:
+    try:
+        yield
+    except PageInAborted:
+        raise
+    except Exception as error:
+        raise _PassFailed from error
 
 
 class ModelRunner:
@@ -55,11 +83,15 @@ class ModelRunner:
         self._blocks = blocks
         self._kv = model.kv_cache(blocks.region)
         self._stream = pass_stream(torch.device(blocks.region.device))
+        on_gpu = self._stream is not None
+        self._last_launch = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.runs_ahead = on_gpu
         self._batcher = batcher
         self._turn = turn
         self._emit = emit
         self._compute_threads = compute_threads
         self.steps = 0  # forward passes done; written by the model's thread only, like the next
+        self._began = 0.0  # when the pass under way did, or the one before it ended
         self._paging = 0.0  # seconds that the pass under way has waited for pages
         self._giving_way = 0.0  # and for another model's pass that could not wait
         self._is_urgent = False  # somebody waits for a first token of it
@@ -119,6 +151,11 @@ class ModelRunner:
             if not self._changed.wait_for(lambda: not self._in_pass, timeout):
                 raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
 
+    def settle(self) -> None:
+        """Return once nothing that was launched so far touches the model's memory."""
+        if self._last_launch is not None:
+            self._last_launch.synchronize()
+
     def stop(self) -> None:
         """Ask the thread to end after the pass it is in; what it still has is dropped without a word."""
         with self._changed:
@@ -174,34 +211,66 @@ class ModelRunner:
             self._pass(step)
         except PageInAborted:  # given up for a command, or the page-in failed and an abort is on its way
             return RETRY_SECONDS
-        except Exception as error:
-            # Whatever a model's code may raise ends the requests of this pass, and only those.
-            logger.exception("A forward pass of model %s failed.", self._model.name)
+        except _PassFailed as failed:
+            error = failed.__cause__
+            logger.error("A forward pass of model %s failed.", self._model.name, exc_info=error)
             self._batcher.fail(step, f"The forward pass failed: {type(error).__name__}: {error}")
         self._report()
         return 0.0
 
     def _pass(self, step: Step) -> None:
+        """Run a step, and those that can be launched behind it before its tokens are known."""
         with self._changed:
             self._in_pass = True
         try:
-            self._is_urgent = step.is_awaited
-            self._may_give_way = not self._is_urgent
-            with self._turn.taken(urgent=self._is_urgent):
-                began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
+            with self._turn.taken(urgent=step.is_awaited):
+                self._begin_measuring()
                 try:
-                    logits = self._model.forward(step.batch, self._kv, self._at_layer)
-                    sampled = sample(logits, step.rows())
+                    launched = self._launch(step)
+                    while (following := self._following(launched.step)) is not None:
+                        behind = self._launch(following, launched.choice.tokens)
+                        if not self._complete(launched):
+                            break
+                        launched = behind
+                    else:
+                        self._complete(launched)
                 finally:
                     if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
                         self._stream.synchronize()
-                self.steps += 1
-                computing = time.perf_counter() - began - self._paging - self._giving_way
         finally:
             with self._changed:
                 self._in_pass = False
                 self._changed.notify_all()
-        self._batcher.complete(step, sampled, computing, self._paging)
+
+    def _launch(self, step: Step, tokens: torch.Tensor | None = None) -> _Launched:
+        self._is_urgent = step.is_awaited
+        self._may_give_way = not self._is_urgent
+        with _blame():
+            logits = self._model.forward(step.batch, self._kv, self._at_layer, tokens)
+            launched = _Launched(step, Choice(logits, step.rows()))
+        if self._last_launch is not None:
+            self._last_launch.record(self._stream)
+        return launched
+
+    def _following(self, step: Step) -> Step | None:
+        """The step to launch behind one that is under way; None if anybody is waiting for the end of that one."""
+        if not self.runs_ahead or self._turn.wanted or self._inbox or self._closing:
+            return None
+        return self._batcher.plan_ahead(step)
+
+    def _complete(self, launched: _Launched) -> bool:
+        """Wait for a step's tokens and report them. False if a step was launched behind it with other tokens."""
+        with _blame():
+            sampled = launched.choice.take()
+        self.steps += 1
+        computing = time.perf_counter() - self._began - self._paging - self._giving_way
+        self._batcher.complete(launched.step, sampled, computing, self._paging)
+        self._begin_measuring()
+        self._report()
+        return not launched.choice.revised
+
+    def _begin_measuring(self) -> None:
+        self._began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
 
     def _at_layer(self, nbytes: int) -> None:
         """The page gate of a layer, whose pass goes on when shard bytes `[0, nbytes)` are in."""

@@ -1,7 +1,7 @@
 """Choosing the next tokens: one batch of logits in, one token a row out, without any state.
 
-A row's order of business, as transformers' `generate` does it (`GenerationMixin._get_logits_processor`): repetition
-penalty, presence and frequency penalties, temperature, top-k, top-p, min-p, draw. Conventions:
+A row's order of business, as transformers' `generate` does it (`GenerationMixin._get_logits_processor`): bias,
+repetition penalty, presence and frequency penalties, mask, temperature, top-k, top-p, min-p, draw. Conventions:
 
 - repetition penalty `r` (Keskar et al. 2019, section 4.1; transformers' `RepetitionPenaltyLogitsProcessor`): logits of
   tokens seen in prompt or answer are divided by `r` if positive, multiplied by it otherwise.
@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
+from engine.grammar import Mask
 from engine.request import SamplingParams, TokenLogprob
 
 LEAST_TEMPERATURE = 1e-5
@@ -42,6 +44,8 @@ class SamplingRow:
     position: int
     tokens: Sequence[int] = ()  # prompt and answer
     answer_counts: Mapping[int, int] | None = None  # tokens of the answer, and how often each stands there
+    mask: Mask | None = None  # of a grammar
+    given: int | None = None  # nothing is sampled: this token is there already, and its log-probability is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +59,49 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled | 
 
     `logits` may be written to. Everything is computed on their device, and comes back in one copy.
     """
-    highest, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
-    finite = torch.isfinite(highest)
-    reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    raw = torch.log_softmax(_select(logits, reported), dim=-1) if reported else None  # before penalties are written
+    return Choice(logits, rows).take()
 
-    chosen = [i for i, row in enumerate(rows) if not _takes_the_likeliest(row.params)]
-    draw = _Draw(_select(logits, chosen), [rows[i] for i in chosen]) if chosen else None
-    reached = None
-    if draw is not None:
-        drawn, reached = draw.tokens(TOP_P_PREFIX)
-        tokens = _put(tokens, chosen, drawn)
-    parts = _to_host(finite, tokens, reached, *_logprobs(raw, rows, tokens, reported))
-    if draw is not None and not all(r or not parts[0][i] for i, r in zip(chosen, parts[2], strict=True)):
-        tokens = _put(tokens, chosen, draw.tokens(logits.shape[-1])[0])
-        parts = _to_host(finite, tokens, reached, *_logprobs(raw, rows, tokens, reported))
-    return _sampled(rows, reported, parts)
+
+class Choice:
+    """A batch's next tokens, chosen on the device and on their way to the host. Nobody waits for them before `take`."""
+
+    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        """`logits` may be written to."""
+        highest, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+        self._rows = rows
+        self._finite = torch.isfinite(highest)
+        self._reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        # Before penalties are written to the logits.
+        self._raw = torch.log_softmax(_select(logits, self._reported), dim=-1) if self._reported else None
+        given = [i for i, row in enumerate(rows) if row.given is not None]
+        if given:
+            tokens = _put(tokens, given, _index([rows[i].given or 0 for i in given], logits.device))
+        self._chosen = [i for i, row in enumerate(rows) if row.given is None and not _takes_the_likeliest(row)]
+        self._draw = _Draw(_select(logits, self._chosen), [rows[i] for i in self._chosen]) if self._chosen else None
+        self._reached = None
+        if self._draw is not None:
+            drawn, self._reached = self._draw.tokens(TOP_P_PREFIX)
+            tokens = _put(tokens, self._chosen, drawn)
+        self.tokens = tokens
+        """On the device. Any token, but one of the vocabulary, where logits are not finite."""
+        self.revised = False
+        """Whether `take` has found that some row needed a longer look, and replaced `tokens`."""
+        self._parts = self._send()
+
+    def take(self) -> list[Sampled | None]:
+        """The tokens, once they are here."""
+        parts = self._parts.take()
+        if self._draw is not None and not all(
+            r or not parts[0][i] for i, r in zip(self._chosen, parts[2], strict=True)
+        ):
+            self.tokens = _put(self.tokens, self._chosen, self._draw.tokens(self._draw.vocabulary)[0])
+            self.revised = True
+            parts = self._send().take()
+        return _sampled(self._rows, self._reported, parts)
+
+    def _send(self) -> _Sent:
+        logprobs = _logprobs(self._raw, self._rows, self.tokens, self._reported)
+        return _Sent(self._finite, self.tokens, self._reached, *logprobs)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -90,8 +121,11 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _takes_the_likeliest(params: SamplingParams) -> bool:
-    return params.temperature < LEAST_TEMPERATURE and not _has_penalties(params)
+def _takes_the_likeliest(row: SamplingRow) -> bool:
+    params = row.params
+    return params.temperature < LEAST_TEMPERATURE and not (
+        _has_penalties(params) or params.logit_bias or row.mask is not None
+    )
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -109,12 +143,26 @@ def _to_device(device: torch.device, *columns: Sequence[float]) -> list[torch.Te
     return [part.unsqueeze(1) for part in torch.split(numbers, [len(column) for column in columns])]
 
 
-def _to_host(*parts: torch.Tensor | None) -> list[list[float]]:
-    """The numbers of some tensors, in one copy; none of those that are None."""
-    sizes = [0 if part is None else part.numel() for part in parts]
-    flat = torch.cat([part.flatten().double() for part in parts if part is not None]).tolist()
-    ends = list(accumulate(sizes))
-    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+class _Sent:
+    """The numbers of some tensors, on their way to the host in one copy; none of those that are None."""
+
+    def __init__(self, *parts: torch.Tensor | None) -> None:
+        self._sizes = [0 if part is None else part.numel() for part in parts]
+        self._flat = torch.cat([part.flatten().double() for part in parts if part is not None])
+        self._arrived: torch.cuda.Event | None = None
+        if self._flat.is_cuda:
+            self._flat = torch.empty_like(self._flat, device="cpu", pin_memory=True).copy_(
+                self._flat, non_blocking=True
+            )
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def take(self) -> list[list[float]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        flat = self._flat.tolist()
+        ends = list(accumulate(self._sizes))
+        return [flat[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
 
 
 def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -139,9 +187,11 @@ class _Draw:
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         """Writes to `logits`."""
+        _favour(logits, rows)
         _penalise(logits, rows)
+        _mask(logits, rows)
         params = [row.params for row in rows]
-        vocabulary = logits.shape[-1]
+        self.vocabulary = vocabulary = logits.shape[-1]
         self._greedy = logits.argmax(dim=-1)  # for rows that are greedy after penalties
         self._top_k = max((p.top_k for p in params if p.top_k < vocabulary), default=0)
         self._has_top_p = any(p.top_p < 1 for p in params)
@@ -199,6 +249,30 @@ class _Draw:
         mass = self._probabilities.gather(1, best.indices).cumsum(dim=-1, dtype=torch.float64)
         places = torch.searchsorted(mass, wanted)
         return best.values.gather(1, places.clamp(max=count - 1)), (places < count) | (count == self._logits.shape[-1])
+
+
+def _favour(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    biases = [
+        (i, token, bias)
+        for i, row in enumerate(rows)
+        for token, bias in row.params.logit_bias.items()
+        if token < logits.shape[-1]
+    ]
+    if biases:
+        where, added = _places(logits, biases)
+        logits[where] += added
+
+
+def _mask(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Leave the tokens that a row's grammar does not allow no probability."""
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
+    if not masked:
+        return
+    words = torch.from_numpy(np.stack([row.mask for row in rows if row.mask is not None])).to(logits.device)
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    index = _index(masked, logits.device)
+    logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

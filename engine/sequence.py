@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.request import FinishReason, GenerationRequest
+from engine.grammar import Mask, Matcher
+from engine.request import FinishReason, GenerationRequest, TokenLogprob
 from swapper.geometry import kv_blocks
 
 
@@ -16,7 +17,9 @@ class Sequence:
         "computed",
         "computing",
         "limit",
+        "matcher",
         "paging",
+        "prompt_logprobs",
         "request",
         "started",
         "submitted",
@@ -34,6 +37,8 @@ class Sequence:
         self.submitted = submitted
         self.computing = 0.0  # seconds, as in EngineTime
         self.paging = 0.0
+        self.matcher: Matcher | None = None  # of the request's grammar; it has seen the answer so far
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, if they are wanted
         self.answer_counts: dict[int, int] = {}  # how often each token stands in the answer, for the penalties
         for token in request.answer:
             self._count(token)
@@ -68,7 +73,23 @@ class Sequence:
             return "stop"
         self.tokens.append(token)
         self._count(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
         return "length" if self.is_full else None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted. They go out with the first token, so once."""
+        return self.request.sampling.score_prompt and not self.request.answer
+
+    def unscored(self, context: int) -> range:
+        """Which tokens before `context`, once they have run, tell the log-probability of a token of the prompt."""
+        first = max(self.computed, len(self.prompt_logprobs))
+        return range(first, min(context, len(self.request.prompt) - 1)) if self.is_scored else range(0)
+
+    def mask(self) -> Mask | None:
+        """Which tokens may come next, if there is a grammar."""
+        return None if self.matcher is None else self.matcher.mask()
 
     @property
     def is_answered(self) -> bool:

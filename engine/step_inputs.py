@@ -63,21 +63,45 @@ def decodes_only(batch: StepBatch) -> bool:
     return len(batch.slices) == count and batch.sampled == tuple(range(count))
 
 
+class _Pinned:
+    """Pinned memory in which a row is put together. It is not written again before the device has copied it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
+        self.memory = torch.empty(0, dtype=torch.int64)
+        self.numbers(size)
+
+    def numbers(self, size: int) -> Numbers:
+        """The first numbers of it, to be written; there is room for so many."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if size > self.memory.numel():
+            self.memory = torch.empty(2 * size, dtype=torch.int64, pin_memory=self._is_pinned)
+        host: Numbers = self.memory.numpy()[:size]
+        return host
+
+    def copied(self) -> None:
+        """The copy was launched."""
+        if self._copied is not None:
+            self._copied.record()
+
+
 class Staging:
-    """Pinned memory in which rows are put together. One pass at a time; its copy has ended before the next begins."""
+    """Puts rows together, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned = _pinned(_START, device)
+        self._pinned = _Pinned(_START, device)
 
-    def copy(self, batch: StepBatch) -> StepTensors:
-        """Copy any batch to memory of its own."""
+    def copy(self, batch: StepBatch, known: torch.Tensor | None = None) -> StepTensors:
+        """Copy any batch to memory of its own. `known` on the device are the packed tokens, in place of the batch's."""
         decodes = [piece for piece in batch.slices if piece.length == 1]
         chunks = [piece for piece in batch.slices if piece.length > 1]
         pieces = decodes + chunks
         tokens, count = len(batch.tokens), len(pieces)
         sizes = [tokens, tokens, tokens, len(batch.sampled), count, count, count, len(chunks) + 1]
-        host = self._row(sum(sizes) + sum(len(piece.blocks) for piece in pieces))
+        host = self._pinned.numbers(sum(sizes) + sum(len(piece.blocks) for piece in pieces))
         ids, positions, slots, sampled, starts, contexts, tables, cumulated, blocks = np.split(host, np.cumsum(sizes))
         ids[:], positions[:], sampled[:] = batch.tokens, batch.positions, batch.sampled
         starts[:] = [piece.start for piece in pieces]
@@ -88,14 +112,11 @@ class Staging:
         for piece, first in zip(pieces, tables.tolist(), strict=True):
             own = slice(piece.start, piece.start + piece.length)
             slots[own] = _slots(blocks, first, positions[own])
-        row = self._pinned[: host.size].to(self._device, non_blocking=True)
+        row = self._pinned.memory[: host.size].to(self._device, non_blocking=True)
+        self._pinned.copied()
+        if known is not None:
+            row[:tokens].copy_(known)
         return StepTensors.over(row, tokens, len(batch.sampled), len(decodes), len(chunks), int(cumulated[-1]))
-
-    def _row(self, size: int) -> Numbers:
-        if size > self._pinned.numel():
-            self._pinned = _pinned(2 * size, self._device)
-        host: Numbers = self._pinned.numpy()[:size]
-        return host
 
 
 class DecodeRow:
@@ -108,8 +129,7 @@ class DecodeRow:
     def __init__(self, device: torch.device, max_blocks: int) -> None:
         """For `MAX_DECODES` sequences, of so many blocks each."""
         size = 7 * MAX_DECODES + 1 + MAX_DECODES * _rounded(max_blocks)
-        self._pinned = _pinned(size, device)
-        self._host: Numbers = self._pinned.numpy()
+        self._pinned = _Pinned(size, device)
         self.row = torch.empty(size, dtype=torch.int64, device=device)
         # What is in the pinned memory: whose, for which bucket, at which distance; and its tables.
         self._layout: tuple[object, int, int] = (None, 0, 0)
@@ -118,12 +138,12 @@ class DecodeRow:
     def tensors(self, bucket: int) -> StepTensors:
         return StepTensors.over(self.row, bucket, bucket, bucket, 0, 0)
 
-    def copy(self, batch: StepBatch, bucket: int, owner: object) -> None:
-        """Copy a batch of one model's decodes, padded to `bucket`."""
+    def copy(self, batch: StepBatch, bucket: int, owner: object, known: torch.Tensor | None = None) -> None:
+        """Copy a batch of one model's decodes, padded to `bucket`. `known` as in `Staging.copy`."""
         count = len(batch.tokens)
         stride = _rounded(max((len(piece.blocks) for piece in batch.slices), default=1))
         used = 7 * bucket + 1 + bucket * stride
-        host = self._host[:used]
+        host = self._pinned.numbers(used)
         grid = host[: 7 * bucket].reshape(7, bucket)
         ids, positions, slots, sampled, starts, contexts, tables = grid
         blocks = host[7 * bucket + 1 :]
@@ -140,7 +160,10 @@ class DecodeRow:
         slots[:count] = _slots(blocks, tables[:count], positions[:count])
         contexts[count:] = positions[count:] = ids[count:] = 0
         slots[count:] = -1
-        self.row[:used].copy_(self._pinned[:used], non_blocking=True)
+        self.row[:used].copy_(self._pinned.memory[:used], non_blocking=True)
+        self._pinned.copied()
+        if known is not None:
+            self.row[:count].copy_(known)
 
 
 @cache
@@ -156,10 +179,6 @@ def decode_row(device: torch.device, max_blocks: int) -> DecodeRow:
 def _slots(blocks: Numbers, tables: Numbers | int, positions: Numbers) -> Numbers:
     slots: Numbers = blocks[tables + positions // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + positions % KV_BLOCK_TOKENS
     return slots
-
-
-def _pinned(size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _rounded(blocks: int) -> int:

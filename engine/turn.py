@@ -38,6 +38,11 @@ class Turn:
     def held(self) -> bool:
         return self._held
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody waits for it."""
+        return bool(self._waiting)
+
     def acquire(self, *, urgent: bool = False) -> None:
         with self._lock:
             if not self._held:

@@ -70,6 +70,14 @@ class AdmittedRequests:
                 answer.refuse(again(refusal))
                 self._put(Cancelled(self._clock(), id))
 
+    def waiting_since(self) -> dict[str, float]:
+        """By model, the arrival of its oldest request that took part in no forward pass yet."""
+        oldest: dict[str, float] = {}
+        for answer in self._answers.values():
+            if not answer.started and answer.outcome is None:
+                oldest.setdefault(answer.request.model, answer.at)
+        return oldest
+
     def served(self) -> list[tuple[str, str]]:
         """Group and id of each request that a worker may have."""
         return [(answer.group, id) for id, answer in self._answers.items() if answer.group is not None]
@@ -80,7 +88,7 @@ class AdmittedRequests:
         answer = self._answers.get(report.request)
         if answer is not None and not answer.started:
             answer.started = True
-            self._observer.request_started(answer.request.model, self._clock() - answer.at)
+            self._observer.request_started(answer.request.model, self._clock() - answer.at, answer.cold)
 
     def heard_tokens(self, report: Tokens) -> str | None:
         """Pass tokens on. Returns the model's name if they were the request's last."""

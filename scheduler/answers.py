@@ -30,6 +30,7 @@ class LiveAnswer:
         self.request = request
         self.at = at  # arrival, on the driver's clock
         self.group: str | None = None  # where it was served last
+        self.cold = False  # its model was not wholly in memory when it came
         self.started = False  # a first forward pass was reported, in this life or an earlier one
         self.served_at = at  # when it was sent to a worker last
         self.stages: dict[str, float] = {}

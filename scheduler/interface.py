@@ -65,7 +65,11 @@ ModelState = Literal["absent", "loading", "resident", "partial", "evicting", "fa
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """One finished or failed load of a model: from the first PageIn to the last page."""
+    """One finished or failed load of a model: from the first PageIn to the last page.
+
+    `stages` are seconds by stage. What went before `at`: `queue`, the wait for a turn and for busy models, and `drain`,
+    that for page-outs. Within: `map`, `read`, `verify`, `bind`, summed over threads.
+    """
 
     model: str
     group: str
@@ -93,6 +97,7 @@ class ModelStatus:
     kv_frames: int
     last_used: float | None  # wall clock, last finish
     last_load: LoadRecord | None
+    oldest_wait: float = 0.0  # seconds that its oldest request without a first forward pass has waited
 
 
 class Room(NamedTuple):
@@ -126,8 +131,8 @@ class Observer(Protocol):
     def paged_out(self, model: str, pages: int, frames: int, seconds: float, reason: str, age: float) -> None:
         """`age` is the time in seconds since the model was last used."""
 
-    def request_started(self, model: str, waited: float) -> None:
-        """`waited` is from arrival to Started, in seconds."""
+    def request_started(self, model: str, waited: float, cold: bool) -> None:
+        """`waited` is from arrival to Started, in seconds; `cold`: it found its model not wholly in memory."""
 
     def request_ended(self, model: str, outcome: str, seconds: float) -> None:
         """`outcome`: stop, length, cancelled, or a Refused reason."""

@@ -17,6 +17,7 @@ class Job:
     id: str
     kind: JobKind
     model: str
+    at: float
     done: asyncio.Future[None]
 
 
@@ -35,14 +36,18 @@ class Jobs:
     def is_full(self) -> bool:
         return len(self._open) >= self._limit
 
-    def open(self, kind: JobKind, model: str) -> Job:
-        job = Job(f"job/{next(self._numbers)}", kind, model, asyncio.get_running_loop().create_future())
+    def open(self, kind: JobKind, model: str, at: float) -> Job:
+        job = Job(f"job/{next(self._numbers)}", kind, model, at, asyncio.get_running_loop().create_future())
         self._open[job.id] = job
         return job
 
     def is_evicting(self, model: str) -> bool:
         """Whether somebody asked for this model's eviction and waits for it."""
         return any(job.kind == "evict" and job.model == model for job in self._open.values())
+
+    def load_wanted_since(self, model: str) -> float | None:
+        """When the oldest open job was opened that brings this model in."""
+        return next((job.at for job in self._open.values() if job.model == model and job.kind in ("load", "pin")), None)
 
     def resolve(self, id: str) -> None:
         """The core's last word on a job; nothing if it has ended here before, as at the end of a drain."""

@@ -147,6 +147,7 @@ class LiveScheduler:
         tokens = len(request.prompt) + request.sampling.max_tokens
         frames = kv_frames(tokens, model.kv_bytes_per_token, model.page_bytes)
         answer = self._requests.open(request)
+        answer.cold = not self._records.is_whole(model.name, len(model.page_hashes[0]))
         self._inbox.put(events.Arrived(answer.at, request.id, request.model, frames, answer.at + timeout))
         return answer
 
@@ -174,8 +175,10 @@ class LiveScheduler:
         to_wall = self._wall() - self._clock()
         views = {view.name: view for view in self._core.models()}
         last_loads = self._records.last_load
+        since, now = self._requests.waiting_since(), self._clock()
         return [
-            model_status(model, views.get(name), last_loads.get(name), to_wall) for name, model in self._models.items()
+            model_status(model, views.get(name), last_loads.get(name), to_wall, now - since.get(name, now))
+            for name, model in self._models.items()
         ]
 
     def workers(self) -> Sequence[WorkerStatus]:
@@ -189,7 +192,7 @@ class LiveScheduler:
         refusal = self._refusal(model, self._inbox.is_full or self._jobs.is_full)
         if refusal is not None:
             raise refusal
-        job = self._jobs.open(kind, model)
+        job = self._jobs.open(kind, model, self._clock())
         self._inbox.put(event(self._clock(), job.id, model))
         await job.done
 
@@ -290,7 +293,7 @@ class LiveScheduler:
                 self._links[action.group].send(protocol.Serve(request))
             case actions.PageIn():
                 model = self._models[action.model]
-                self._records.page_in_asked(action, len(model.page_hashes[0]))
+                self._records.page_in_asked(action, len(model.page_hashes[0]), self._wanted_since(action.model))
                 self._links[action.group].page_in(action, model)
             case actions.PageOut():
                 self._records.page_out_asked(action, self._page_out_reason(action.model))
@@ -315,6 +318,10 @@ class LiveScheduler:
             self._records.forget(name)
             for link in self._links.values():
                 link.forget(name)
+
+    def _wanted_since(self, model: str) -> float | None:
+        asked = self._requests.waiting_since().get(model), self._jobs.load_wanted_since(model)
+        return min((at for at in asked if at is not None), default=None)
 
     def _page_out_reason(self, model: str) -> str:
         if model in self._removing:

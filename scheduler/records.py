@@ -41,6 +41,17 @@ class _Load:
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
 
+@dataclass(slots=True)
+class _Drain:
+    """A time in which page-outs were under way on a group."""
+
+    began: float
+    ended: float | None = None  # None: they are
+
+    def within(self, since: float, now: float) -> float:
+        return max(0.0, (now if self.ended is None else self.ended) - max(since, self.began))
+
+
 class Records:
     """Follows page commands and their reports. Every mapping holds one entry a model and group at most."""
 
@@ -51,18 +62,26 @@ class Records:
         self._wall = wall
         self._loads: dict[Where, _Load] = {}
         self._page_outs: dict[Where, tuple[int, str]] = {}  # epoch, reason
+        self._drains: dict[str, _Drain] = {}  # by group, the last
         self._resident: dict[Where, int] = {}
         self._used: dict[str, float] = {}  # the last finish, or the first page
 
     # ---- what the core asks for
 
-    def page_in_asked(self, action: actions.PageIn, total: int) -> None:
+    def page_in_asked(self, action: actions.PageIn, total: int, wanted_since: float | None = None) -> None:
+        """`wanted_since`: when the oldest came who waits for this model, if anybody does."""
         where = action.group, action.model
         if where not in self._loads:
-            self._loads[where] = _Load(self._wall(), self._clock(), total)
+            now = self._clock()
+            self._loads[where] = load = _Load(self._wall(), now, total)
+            if wanted_since is not None:
+                drain = self._drains.get(action.group, _Drain(now, now)).within(wanted_since, now)
+                load.stages = {"queue": now - wanted_since - drain, "drain": drain}
         self._loads[where].outstanding.add(action.epoch)
 
     def page_out_asked(self, action: actions.PageOut, reason: str) -> None:
+        if not any(group == action.group for group, _ in self._page_outs):
+            self._drains[action.group] = _Drain(self._clock())
         self._page_outs[action.group, action.model] = action.epoch, reason
 
     # ---- what the workers report
@@ -96,7 +115,7 @@ class Records:
         where = group, report.model
         resident = self._resident.get(where, report.keep)
         self._resident[where] = min(resident, report.keep)
-        epoch, reason = self._page_outs.pop(where, (None, ""))
+        epoch, reason = self._page_out_ended(where)
         if epoch != report.epoch:
             return
         age = self._clock() - self._used.get(report.model, self._clock())
@@ -104,9 +123,20 @@ class Records:
         self._observer.paged_out(report.model, pages, report.frames, report.seconds, reason, age)
 
     def page_out_failed(self, group: str, report: PageOutFailed) -> None:
-        self._page_outs.pop((group, report.model), None)
+        self._page_out_ended((group, report.model))
+
+    def _page_out_ended(self, where: Where) -> tuple[int | None, str]:
+        ended = self._page_outs.pop(where, (None, ""))
+        if where[0] in self._drains and not any(group == where[0] for group, _ in self._page_outs):
+            self._drains[where[0]].ended = self._clock()
+        return ended
+
+    def is_whole(self, model: str, pages: int) -> bool:
+        """Whether all its pages are in, on some group."""
+        return any(name == model and resident >= pages for (_, name), resident in self._resident.items())
 
     def group_lost(self, group: str) -> None:
+        self._drains.pop(group, None)
         for by_place in (self._loads, self._page_outs, self._resident):
             for where in [where for where in by_place if where[0] == group]:
                 del by_place[where]

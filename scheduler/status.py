@@ -7,7 +7,11 @@ from scheduler.interface import LoadRecord, ModelStatus, ServedModel
 
 
 def model_status(
-    model: ServedModel, view: ModelView | None, last_load: LoadRecord | None, clock_to_wall: float
+    model: ServedModel,
+    view: ModelView | None,
+    last_load: LoadRecord | None,
+    clock_to_wall: float,
+    oldest_wait: float = 0.0,
 ) -> ModelStatus:
     """`view` is None before the core has heard of the model. `clock_to_wall` is what to add to the core's times.
 
@@ -32,4 +36,5 @@ def model_status(
         kv_frames=0 if view is None else view.kv_frames,
         last_used=None if last_finish is None else last_finish + clock_to_wall,
         last_load=last_load,
+        oldest_wait=oldest_wait,
     )

@@ -140,4 +140,4 @@ def _host_tier(worker: WorkerStatus) -> dict[str, int] | None:
 
 @health.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(await service_of(request).metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})

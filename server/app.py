@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,7 +22,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
     app.include_router(admin.router, dependencies=[Depends(key_required(keys.admin_key))])
     app.include_router(admin.health)
-    app.add_middleware(Admission, limit=keys.max_requests)
+    app.add_middleware(Admission, limit=keys.max_requests, turned_away=service.metrics.turned_away)
     errors.register(app)  # last: the middleware that is added last is outermost
     return app
 
@@ -31,9 +33,10 @@ class Admission:
     It bounds what the queues of the scheduler do not: reading bodies and tokenizing.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, turned_away: Callable[[], None]) -> None:
         self._app = app
         self._limit = limit
+        self._turned_away = turned_away
         self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,6 +44,7 @@ class Admission:
             await self._app(scope, receive, send)
             return
         if self._inside >= self._limit:
+            self._turned_away()
             message = f"The server is answering {self._limit} requests already; try again shortly."
             refusal = errors.ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
             await refusal.response()(scope, receive, send)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from scheduler.interface import Scheduler, ServedModel
 from server.config import ModelConfig
@@ -41,6 +42,14 @@ class CatalogModel:
 Found = tuple[CatalogModel, ServedModel]
 
 
+class Watcher(Protocol):
+    """Told which models there are: `server.metrics.Metrics`."""
+
+    def know(self, model: str) -> None: ...
+
+    def forget(self, model: str) -> None: ...
+
+
 def _stamp(path: Path) -> tuple[int, int]:
     status = (path / MANIFEST).stat()
     return status.st_mtime_ns, status.st_ino
@@ -55,16 +64,15 @@ class Catalog:
         scheduler: Scheduler,
         configs: Mapping[str, ModelConfig],
         page_bytes: int,
-        forgotten: Callable[[str], None],
+        watcher: Watcher,
     ) -> None:
-        """`forgotten` is told the name of each model that went."""
         self.models: dict[str, CatalogModel] = {}
         self.problems: dict[str, str] = {}  # what is in the store and cannot be served: name -> why
         self._store = store
         self._scheduler = scheduler
         self._configs = configs
         self._page_bytes = page_bytes
-        self._forgotten = forgotten
+        self._watcher = watcher
         self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
         self._colliding: frozenset[str] = frozenset()  # aliases that are also names in the store
         self._unreadable = ""  # why the store could not be read when last looked at
@@ -211,6 +219,7 @@ class Catalog:
 
     def _add(self, model: CatalogModel, served: ServedModel) -> None:
         self._scheduler.add_model(served)
+        self._watcher.know(model.name)
         self.models[model.name] = model
         logger.info("Model %s can be asked for now", model.name)
         if model.config.pinned or model.config.preload:
@@ -221,7 +230,7 @@ class Catalog:
     def _remove(self, name: str) -> None:
         del self.models[name]
         self._scheduler.remove_model(name)
-        self._forgotten(name)
+        self._watcher.forget(name)
         logger.info("Model %s was removed from the store", name)
 
     async def _warm(self, model: CatalogModel) -> None:

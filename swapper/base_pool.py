@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swapper.frames import Frame, FrameTable, Region
 from swapper.geometry import pages
@@ -24,6 +24,7 @@ class BasePool(FrameTable, ABC):
         self.frames = frames
         self.page_bytes = page_bytes
         self._regions: dict[Region, set[int]] = {}  # region → its mapped pages
+        self._guards: dict[Region, Callable[[], None]] = {}
         self._regions_lock = threading.Lock()
 
     # ---- the memory
@@ -39,6 +40,9 @@ class BasePool(FrameTable, ABC):
     @abstractmethod
     def _map(self, address: int, frames: Sequence[Frame]) -> None:
         """Put frames behind the addresses of adjacent pages. Raises OutOfFrames, and then nothing has changed."""
+
+    def _settle(self) -> None:
+        """Return once nothing that was submitted so far is at work: there is nothing, in memory that only hosts use."""
 
     @abstractmethod
     def _unmap(self, address: int, count: int) -> None:
@@ -58,7 +62,12 @@ class BasePool(FrameTable, ABC):
             if mapped := self._mapped(region):
                 raise ValueError(f"A region was given back while {len(mapped)} of its pages were mapped.")
             del self._regions[region]
+            self._guards.pop(region, None)
         self._unreserve(region.address, region.nbytes)
+
+    def guard(self, region: Region, settle: Callable[[], None]) -> None:
+        with self._regions_lock:
+            self._guards[region] = settle
 
     def map(self, region: Region, page: int, *frames: Frame) -> None:
         for frame in frames:
@@ -85,6 +94,8 @@ class BasePool(FrameTable, ABC):
             self._check_inside(region, page, count)
             if not mapped.issuperset(run):
                 raise ValueError(f"Pages [{page}, {page + count}) of a region were unmapped, but not all were mapped.")
+            settle = self._guards.get(region, self._settle)
+        settle()
         self._unmap(region.address + page * self.page_bytes, count)
         with self._regions_lock:
             mapped.difference_update(run)
@@ -94,6 +105,7 @@ class BasePool(FrameTable, ABC):
         with self._regions_lock:
             regions = list(self._regions.items())
             self._regions.clear()
+            self._guards.clear()
         return regions
 
     def _mapped(self, region: Region) -> set[int]:

@@ -6,7 +6,8 @@ while many threads use the driver, as kvikio's do, each call waits for its turn.
 Frames are made so that network cards and NVMe drives may reach them (where the device can), and so that they can be
 handed to other processes.
 
-The driver does not wait for kernels before it unmaps, so `unmap` does.
+The driver does not wait for kernels before it unmaps, so `unmap` does: by the guard of whoever computes on the region,
+so that nobody waits for another model's passes or pages, and where there is none, for the whole device.
 """
 
 from __future__ import annotations
@@ -124,8 +125,11 @@ class CudaFramePool(BasePool):
                     call(driver.cuMemUnmap, address, end - address)
             raise OutOfFrames(f"A frame cannot be mapped on {self._device.name}: {error}") from error
 
-    def _unmap(self, address: int, count: int) -> None:
+    def _settle(self) -> None:
         self._device.fence()
+
+    def _unmap(self, address: int, count: int) -> None:
+        self._device.enter()
         call(driver.cuMemUnmap, address, count * self.page_bytes)
 
     def _make_staging(self) -> _Staging:

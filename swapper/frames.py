@@ -12,6 +12,7 @@ it in host memory, `CudaFramePool` (`swapper/cuda_frames.py`) on a GPU, both ove
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +61,12 @@ class FramePool(Protocol):
     def unreserve(self, region: Region) -> None:
         """Give the addresses back. Raises ValueError if a page of it is mapped."""
 
+    def guard(self, region: Region, settle: Callable[[], None]) -> None:
+        """Have `settle` called before pages of a region are unmapped.
+
+        It returns once nothing that was submitted so far touches the region; it may be called from any thread.
+        """
+
     def map(self, region: Region, page: int, *frames: Frame) -> None:
         """Put frames behind adjacent pages of a region, all or none. The caller holds a reference for each mapping.
 
@@ -69,7 +76,7 @@ class FramePool(Protocol):
     def unmap(self, region: Region, page: int, count: int = 1) -> None:
         """Take the frames from behind `count` pages, all or none; touching them faults again.
 
-        On a GPU, work that was submitted before is waited for, whatever stream it is in: it may touch those pages.
+        On a GPU, work that was submitted before is waited for: what the region's guard says, or else all there is.
         References stay the caller's. Raises ValueError if a page has no frame.
         """
 

@@ -63,8 +63,8 @@ SHOWN_METRICS = ("gswapd_swap_in_bytes_total", "gswapd_swap_in_seconds_sum", "gs
 
 
 def metric_lines(text: str, prefixes: tuple[str, ...]) -> list[str]:
-    """The samples of a metrics page whose names begin with one of `prefixes`."""
-    return [line for line in text.splitlines() if line.startswith(prefixes)]
+    """The samples of a metrics page, other than 0, whose names begin with one of `prefixes`."""
+    return [line for line in text.splitlines() if line.startswith(prefixes) and not line.endswith(" 0.0")]
 
 
 class Loads:

@@ -147,7 +147,7 @@ class Generation:
         self._decoded_length = 0  # characters, with what the stop strings hold back
         self._shown = 0  # characters
         self._scored: list[ScoredToken] = []  # not shown yet
-        self._began = time.perf_counter()
+        self._last = time.perf_counter()  # when it began, or the last token came
         self.stages: Mapping[str, float] = {}
 
     async def pieces(self) -> AsyncGenerator[Piece]:
@@ -172,8 +172,8 @@ class Generation:
     def _absorb(self, report: Tokens) -> Piece:
         if report.finish == "cancelled":
             raise Refused("draining", "The answer was cut off: the server is shutting down.")
-        if report.tokens and not self.completion_tokens:
-            self._service.metrics.first_token(self._model, time.perf_counter() - self._began)
+        if report.tokens:
+            self._measure()
         text = "".join([self._decoded(report, place) for place in range(len(report.tokens))])
         if report.finish:
             text += self._detokenizer.flush()
@@ -183,6 +183,12 @@ class Generation:
             text += self._stops.flush()
         self._shown += len(text)
         return Piece(text, self._scored_so_far(everything=finish is not None and not self._stops.matched), finish)
+
+    def _measure(self) -> None:
+        now = time.perf_counter()
+        tell = self._service.metrics.next_token if self.completion_tokens else self._service.metrics.first_token
+        tell(self._model, now - self._last)
+        self._last = now
 
     def _decoded(self, report: Tokens, place: int) -> str:
         token = report.tokens[place]

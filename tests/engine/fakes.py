@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import StepBatch
+from engine.grammar import Grammars
 from engine.model import KvCache, PageGate
 from engine.request import (
     EngineReport,
@@ -60,10 +61,15 @@ class FakeModel:
     vocab_size: int = VOCABULARY
     context_length: int = 512
     kv_bytes_per_token: int = 4
+    grammars: Grammars | None = None
     layers: int = 1
     before: Callable[[StepBatch], None] | None = None  # called at the start of each pass
+    flat: bool = False  # every token is as likely as any other
     poison: int | None = None  # a pass that samples after this token gives NaN
     batches: list[StepBatch] = field(default_factory=list)
+    ahead: list[bool] = field(
+        default_factory=list
+    )  # of each pass, whether it was launched before its tokens were known
     layers_done: list[int] = field(default_factory=list)
 
     def kv_cache(self, region: Region) -> FakeKv:
@@ -72,8 +78,12 @@ class FakeModel:
     def close(self) -> None:
         """It leaves nothing anywhere."""
 
-    def forward(self, batch: StepBatch, kv: KvCache, gate: PageGate) -> torch.Tensor:
+    def forward(
+        self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        packed = batch.tokens if tokens is None else tokens.tolist()
         self.batches.append(batch)
+        self.ahead.append(tokens is not None)
         if self.before is not None:
             self.before(batch)
         for layer in range(self.layers):
@@ -85,12 +95,12 @@ class FakeModel:
             for i in range(part.length):
                 position = batch.positions[part.start + i]
                 assert position == part.context - part.length + i
-                self._slot(kv, part.blocks, position).value = batch.tokens[part.start + i]
+                self._slot(kv, part.blocks, position).value = packed[part.start + i]
             last = part.start + part.length - 1
             if last in batch.sampled:
                 seen = [self._slot(kv, part.blocks, i).value for i in range(part.context)]
                 row = batch.sampled.index(last)
-                logits[row, next_token(seen)] = 8.0
+                logits[row, next_token(seen)] = 0.0 if self.flat else 8.0
                 if seen[-1] == self.poison:
                     logits[row, 0] = torch.nan
         return logits
@@ -105,6 +115,7 @@ class FakeShard:
 
     def __init__(self, nbytes: int = 1, resident: int | None = None) -> None:
         self.page_count = nbytes
+        self.region = Region(0, 0, "cpu")
         self.resident = nbytes if resident is None else resident
         self.waiting = threading.Event()  # a forward pass waits for pages
         self._changed = threading.Condition()

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StepBatch
-from engine.batching import Batcher
+from engine.batching import Batcher, Step
 from engine.blocks import BlockManager
 from engine.request import EngineTime, GenerationRequest, KvReleased, KvWanted, RequestFailed, Started, Tokens
-from engine.sampling import sample
+from engine.sampling import Choice
 from swapper.frames import FramePool
 from swapper.geometry import kv_blocks, kv_frames
 from swapper.host_frames import HostFramePool
@@ -59,14 +59,22 @@ class Bench:
         for one in requests:
             self.batcher.add(one, 0.0)
 
-    def step(self) -> StepBatch | None:
-        step = self.batcher.plan()
+    def step(self, ahead: int = 0) -> StepBatch | None:
+        """One pass, and up to `ahead` more that are planned before the tokens of the one before are known."""
+        first = step = self.batcher.plan()
         if step is not None:
-            logits = self.model.forward(step.batch, self.kv, lambda nbytes: None)
-            self.batcher.complete(step, sample(logits, step.rows()), 0.25, 0.5)
+            choice = self.launch(step)
+            while ahead and (following := self.batcher.plan_ahead(step)) is not None:
+                behind = self.launch(following, choice.tokens)
+                self.batcher.complete(step, choice.take(), 0.25, 0.5)
+                step, choice, ahead = following, behind, ahead - 1
+            self.batcher.complete(step, choice.take(), 0.25, 0.5)
         self.reports.emit(self.batcher.take_reports())
         self.blocks.check()
-        return None if step is None else step.batch
+        return None if first is None else first.batch
+
+    def launch(self, step: Step, tokens: torch.Tensor | None = None) -> Choice:
+        return Choice(self.model.forward(step.batch, self.kv, lambda nbytes: None, tokens), step.rows())
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
@@ -399,12 +407,70 @@ def test_a_defect_fails_those_who_took_part(bench: Bench) -> None:
     assert bench.reports.finished["b"] == "length"
 
 
+# ---- passes planned ahead
+
+
+def test_a_pass_planned_ahead_takes_the_same_sequences_one_token_further(bench: Bench) -> None:
+    bench.add(request("a", prompt(30), max_tokens=20), request("b", prompt(3, 1), max_tokens=20))
+    bench.step()
+    bench.step(ahead=9)
+    assert bench.model.ahead == [False, False, *[True] * 9]
+    assert [part.context for part in bench.model.batches[-1].slices] == [40, 13]
+    bench.run()
+    assert bench.reports.answer("a") == continuation(prompt(30), 20)
+    assert bench.reports.answer("b") == continuation(prompt(3, 1), 20)
+
+
+def test_an_end_that_no_plan_can_foresee_costs_one_surplus_token(bench: Bench) -> None:
+    answer = continuation(prompt(16), 9)
+    stops = frozenset(answer[4:5])
+    bench.add(request("a", prompt(16), max_tokens=40, stop_tokens=stops), request("b", prompt(8), max_tokens=40))
+    bench.step()
+    bench.step(ahead=40)
+    assert bench.reports.answer("a") == answer[: answer.index(answer[4])]
+    assert bench.reports.finished == {"a": "stop"}
+    assert bench.ended == ["a"]
+    assert [len(batch.slices) for batch in bench.model.batches] == [2] * (answer.index(answer[4]) + 2)
+    bench.run()
+    assert bench.reports.answer("b") == continuation(prompt(8), 40)
+
+
+def test_nothing_is_planned_ahead_of_what_must_be_known(bench: Bench) -> None:
+    """A prompt's pass, a last token, penalties that look at the answer, a sequence that finds no block."""
+
+    def planned_ahead(name: str, **sampling: object) -> int:
+        bench.model.ahead.clear()
+        bench.add(request(name, prompt(20), **sampling))  # type: ignore[arg-type]
+        bench.step(ahead=40)
+        assert bench.model.ahead == [False]
+        bench.step(ahead=40)
+        count = sum(bench.model.ahead)
+        bench.batcher.grant(FRAMES, 1)
+        bench.run()
+        return count
+
+    assert planned_ahead("a", max_tokens=8) == 6
+    assert planned_ahead("b", max_tokens=8, frequency_penalty=0.5) == 0
+    bench.batcher.grant(1, 0)  # two blocks: 32 tokens, of which the first 21 are in the first two passes
+    assert planned_ahead("c", max_tokens=30) == 11
+
+
+def test_who_waits_is_let_in_before_anything_is_planned_ahead(bench: Bench) -> None:
+    bench.add(request("a", prompt(10), max_tokens=50))
+    bench.step()
+    bench.add(request("b", prompt(10), max_tokens=50))
+    step = bench.batcher.plan()
+    assert step is not None
+    assert len(step.sampled) == 2
+    assert bench.batcher.plan_ahead(step) is None
+
+
 Happenings = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 90), st.integers(1, 40)),
         st.tuples(st.just("cancel"), st.integers(0, 20), st.just(0)),
         st.tuples(st.just("grant"), st.integers(0, 12), st.just(0)),
-        st.tuples(st.just("steps"), st.integers(1, 12), st.just(0)),
+        st.tuples(st.just("steps"), st.integers(1, 12), st.integers(0, 6)),
     ),
     max_size=25,
 )
@@ -419,7 +485,8 @@ def test_whatever_happens_answers_are_what_they_would_be_alone(
     asked: dict[str, GenerationRequest] = {}
     for epoch, (what, number, more) in enumerate(happenings):
         if what == "add":
-            one = request(f"r{len(asked)}", prompt(number, number + more), max_tokens=more)
+            stops = frozenset(range(0, 97, number)) if number % 5 == 4 else frozenset()
+            one = request(f"r{len(asked)}", prompt(number, number + more), max_tokens=more, stop_tokens=stops)
             asked[one.id] = one
             bench.add(one)
         elif what == "cancel":
@@ -428,13 +495,15 @@ def test_whatever_happens_answers_are_what_they_would_be_alone(
             bench.batcher.grant(number, epoch)
         else:
             for _ in range(number):
-                bench.step()
+                bench.step(ahead=more)
     bench.batcher.grant(kv_frames(130, BYTES_PER_TOKEN, PAGE), len(happenings))  # as much as the largest alone needs
     bench.run()
     for name, one in asked.items():
         expected = continuation(one.prompt, one.sampling.max_tokens)
+        stop = next((i for i, token in enumerate(expected) if token in one.sampling.stop_tokens), len(expected))
+        expected = expected[:stop]
         answer = bench.reports.answer(name)
-        assert bench.reports.finished[name] in ("length", "cancelled")
+        assert bench.reports.finished[name] in ("length", "stop", "cancelled")
         assert answer == expected[: len(answer)]
         assert len(answer) == len(expected) or bench.reports.finished[name] == "cancelled"
     assert sorted(bench.ended) == sorted(asked)

@@ -6,12 +6,16 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from engine.batch import StepBatch
 from engine.engine import Engine
-from engine.request import EngineReport, KvReleased, RequestFailed, Tokens
+from engine.request import EngineReport, KvReleased, RequestFailed, SamplingParams, Tokens
+from engine.runner import ModelRunner
+from engine.sampling import TOP_P_PREFIX, SamplingRow, sample
 from swapper.errors import OutOfFrames, WorkerError
 from swapper.frames import Frame, FramePool
 from swapper.host_frames import HostFramePool
@@ -34,8 +38,20 @@ def reports() -> Reports:
     return Reports()
 
 
-@pytest.fixture
-def engine(pool: FramePool, reports: Reports) -> Iterator[Engine]:
+class AheadRunner(ModelRunner):
+    """Launches passes ahead, as on a GPU."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.runs_ahead = True
+
+
+@pytest.fixture(params=["", "ahead"])
+def engine(
+    pool: FramePool, reports: Reports, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    if request.param:
+        monkeypatch.setattr("engine.engine.ModelRunner", AheadRunner)
     before = threading.active_count()
     engine = Engine(pool, reports.emit, max_batch_tokens=64, max_batch_sequences=8)
     yield engine
@@ -96,6 +112,44 @@ def test_each_pass_reports_in_one_list(engine: Engine, reports: Reports) -> None
     reports.wait_for("first", *(f"r{i}" for i in range(3)))
     tokens = [[r for r in part if isinstance(r, Tokens)] for part in reports.lists]
     assert [len(part) for part in tokens if part] == [1, 4, 3, 3]
+
+
+def test_passes_are_launched_ahead_until_somebody_waits(
+    pool: FramePool, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model, a request of its own, a cancel: each is heard after the pass under way and the one behind it."""
+    monkeypatch.setattr("engine.engine.ModelRunner", AheadRunner)
+    engine = Engine(pool, reports.emit, max_batch_tokens=64, max_batch_sequences=8)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(batch: StepBatch) -> None:
+        if batch.slices[0].context == 20:
+            reached.set()
+            assert go_on.wait(TIMEOUT)
+
+    model = add(engine, before=hold)
+    add(engine, "other")
+    engine.submit(request("a", [1, 2, 3], max_tokens=60))
+    assert reached.wait(TIMEOUT)
+    assert model.ahead == [False, False, *[True] * 16]
+    engine.submit(request("b", [4], max_tokens=9))
+    engine.submit(request("c", [5], max_tokens=9, model="other"))
+    go_on.set()
+    reports.wait_for("a", "b", "c")
+    assert [len(batch.slices) for batch in model.batches[:20]] == [1] * 18 + [2, 2]
+    assert reports.answer("a") == continuation([1, 2, 3], 60)
+    assert reports.answer("b") == continuation([4], 9)
+    engine.close(TIMEOUT)
+
+
+def test_tokens_that_needed_a_longer_look_void_the_pass_behind_them(engine: Engine, reports: Reports) -> None:
+    """A flat distribution's top-p needs more than the tokens looked at first: the pass behind had another token."""
+    model = add(engine, vocab_size=3 * TOP_P_PREFIX, flat=True)
+    engine.submit(request("a", [1, 2], max_tokens=12, temperature=1.0, top_p=0.9, seed=3))
+    reports.wait_for("a")
+    scores = torch.zeros(12, model.vocab_size)
+    rows = [SamplingRow(SamplingParams(top_p=0.9, seed=3), position) for position in range(2, 14)]
+    assert reports.answer("a") == tuple(one.token for one in sample(scores, rows) if one)
 
 
 def test_a_model_that_is_not_there_fails_the_request(engine: Engine, reports: Reports) -> None:

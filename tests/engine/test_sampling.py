@@ -6,11 +6,14 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -57,6 +60,8 @@ def assert_follows(counts: Counter[int], probabilities: torch.Tensor) -> None:
 def reference(scores: torch.Tensor, params: SamplingParams, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Probabilities of one row by transformers' processors; OpenAI's penalties by its formula."""
     ids = torch.tensor([prompt + answer])
+    if params.logit_bias:
+        scores = SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias.items()})(ids, scores)
     if params.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     for token, count in Counter(answer).items():
@@ -76,6 +81,8 @@ CASES = {
     "plain": SamplingParams(),
     "hot": SamplingParams(temperature=1.7),
     "cold": SamplingParams(temperature=0.4),
+    "bias": SamplingParams(logit_bias={3: 2.0, 11: -4.0}),
+    "bias and penalty": SamplingParams(logit_bias={3: 5.0}, repetition_penalty=1.5),
     "top-k": SamplingParams(top_k=5),
     "top-p": SamplingParams(top_p=0.8),
     "min-p": SamplingParams(min_p=0.1),
@@ -179,6 +186,36 @@ def test_a_row_of_minus_infinity_has_no_token() -> None:
     assert sample(torch.full((1, 4), -torch.inf), [SamplingRow(SamplingParams(), 0)]) == [None]
 
 
+def packed(allowed: set[int], vocabulary: int = VOCABULARY) -> npt.NDArray[np.int32]:
+    bits = np.zeros(-(-vocabulary // 32) * 32, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def test_a_mask_leaves_what_it_allows_in_proportion() -> None:
+    scores = logits()
+    allowed = {1, 5, 31, 32, 39}
+    expected = scores[0].clone()
+    expected[[token for token in range(VOCABULARY) if token not in allowed]] = -torch.inf
+    assert_follows(distribution(scores, SamplingParams(), 2000, mask=packed(allowed)), expected.softmax(-1))
+
+
+def test_a_mask_holds_greedy_rows_and_no_other_rows() -> None:
+    scores = logits(3)
+    unlikely = int(scores[1].argmin())
+    rows = [SamplingRow(SamplingParams(temperature=0), 0) for _ in range(3)]
+    rows[1] = replace(rows[1], mask=packed({unlikely}))
+    assert tokens(scores, rows) == [int(scores[0].argmax()), unlikely, int(scores[2].argmax())]
+
+
+def test_a_bias_can_force_and_forbid_a_token() -> None:
+    scores = logits()
+    best, worst = int(scores.argmax()), int(scores.argmin())
+    for params in (SamplingParams(temperature=0), SamplingParams(seed=3)):
+        assert tokens(scores, [SamplingRow(replace(params, logit_bias={worst: 100.0}), 0)]) == [worst]
+        assert tokens(scores, [SamplingRow(replace(params, logit_bias={best: -100.0}), 0)]) != [best]
+
+
 # ---- purity
 
 
@@ -244,6 +281,22 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     best = expected.topk(4)
     assert list(result.logprob.top) == best.indices.tolist()
     assert list(result.logprob.top.values()) == pytest.approx(best.values.tolist())
+
+
+def test_a_given_token_is_scored_and_not_sampled() -> None:
+    scores = logits(3)
+    params = SamplingParams(temperature=0, logprobs=1, logit_bias={2: 50.0})
+    rows = [SamplingRow(params, 0), SamplingRow(params, 1, given=7), SamplingRow(SamplingParams(temperature=0), 0)]
+    biased, given, plain = sample(scores.clone(), rows)
+    assert biased is not None
+    assert plain is not None
+    assert (biased.token, plain.token) == (2, int(scores[2].argmax()))
+    assert given is not None
+    assert given.token == 7
+    assert given.logprob is not None
+    expected = scores[1].log_softmax(-1)
+    assert given.logprob.logprob == pytest.approx(expected[7].item())
+    assert list(given.logprob.top) == [int(expected.argmax())]
 
 
 def test_logprobs_zero_reports_the_chosen_token_alone_and_none_nothing() -> None:

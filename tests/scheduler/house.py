@@ -90,7 +90,7 @@ class Diary:
     def paged_out(self, model: str, pages: int, frames: int, seconds: float, reason: str, age: float) -> None:
         self.page_outs.append((model, pages, frames, reason, age))
 
-    def request_started(self, model: str, waited: float) -> None:
+    def request_started(self, model: str, waited: float, cold: bool) -> None:
         self.starts.append((model, waited))
 
     def request_ended(self, model: str, outcome: str, seconds: float) -> None:

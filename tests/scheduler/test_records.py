@@ -150,3 +150,26 @@ def test_a_forgotten_model_leaves_nothing() -> None:
     assert not books.records.last_load
     assert not books.records._resident
     assert not books.records._used
+
+
+def test_what_a_load_waited_for_before_its_first_page_is_a_turn_or_page_outs() -> None:
+    books = Books()
+    wanted = books.now
+    books.now += 2  # for a busy model
+    books.records.page_out_asked(actions.PageOut("g", "other", 0, 1), "memory")
+    books.now += 3
+    books.records.paged_out("g", PagedOut("other", 0, 1, 3, 3.0))
+    books.now += 0.5
+    books.records.page_in_asked(actions.PageIn("g", "m", 0, 6, 2), 6, wanted)
+    books.get(0, 6, 2)
+    assert books.diary.loads[0].stages == {"queue": 2.5, "drain": 3.0, "read": 0.25}
+
+
+def test_a_model_is_whole_once_its_last_page_is_in_and_until_the_first_is_out() -> None:
+    books = Books()
+    books.ask(0, 6, 1)
+    assert not books.records.is_whole("m", 6)
+    books.get(0, 6, 1)
+    assert books.records.is_whole("m", 6)
+    books.lose(5, 2)
+    assert not books.records.is_whole("m", 6)

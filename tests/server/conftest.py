@@ -63,8 +63,8 @@ class ServerThread:
         config = self._config
         listener = bind(config.server)
         self.url = url_of(listener)
-        self.metrics.watch(self.scheduler)
-        self.catalog = Catalog(self.store, self.scheduler, config.models, config.memory.page, self.metrics.forget)
+        self.metrics.watch(self.scheduler, config.scheduler.wait_bound)
+        self.catalog = Catalog(self.store, self.scheduler, config.models, config.memory.page, self.metrics)
         tokenizers = Tokenizers(config.server.tokenizer_threads)
         self.service = Service(config, self.scheduler, self.catalog, tokenizers, self.metrics)
         self.http = HttpServer(self.service)

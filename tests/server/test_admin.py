@@ -48,6 +48,7 @@ def test_models_tell_their_state(http: httpx.Client, scheduler: FakeScheduler) -
         "running": 1,
         "kv_frames": 3,
         "last_used": 9.5,
+        "oldest_wait": 0.0,
         "aliases": ["tiny", "gpt-4o"],
         "last_load": {
             "at": 1.5,

@@ -38,7 +38,16 @@ def forgotten() -> list[str]:
 
 @pytest.fixture
 def make(store: Store, scheduler: FakeScheduler, forgotten: list[str]) -> Make:
-    return lambda **configs: Catalog(store, scheduler, configs, 2 << 20, forgotten.append)
+    return lambda **configs: Catalog(store, scheduler, configs, 2 << 20, Watch(forgotten))
+
+
+class Watch:
+    def __init__(self, forgotten: list[str]) -> None:
+        self.known: list[str] = []
+        self.forget = forgotten.append
+
+    def know(self, model: str) -> None:
+        self.known.append(model)
 
 
 def run(coroutine: Any) -> Any:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
+
+Piece = tuple[int, int, int]
+"""From where, to where, and how many bytes."""
 
 
 class Copier(Protocol):
@@ -26,6 +30,9 @@ class Copier(Protocol):
 
     def fetch(self, source: int, target: int, nbytes: int) -> Future[float]:
         """Copy from mapped frames to pinned host memory. Raises DeviceError, now or later."""
+
+    def across(self, pieces: Sequence[Piece]) -> Future[float]:
+        """Copy from a neighbour's frames to mapped ones of our own. Raises DeviceError, now or later."""
 
     def close(self) -> None:
         """Finish what is under way and stop."""
@@ -48,6 +55,9 @@ class HostCopier:
 
     def fetch(self, source: int, target: int, nbytes: int) -> Future[float]:
         return self._threads.submit(_copy, source, target, nbytes)
+
+    def across(self, pieces: Sequence[Piece]) -> Future[float]:
+        return self._threads.submit(lambda: sum(_copy(*piece) for piece in pieces))
 
     def close(self) -> None:
         self._threads.shutdown()

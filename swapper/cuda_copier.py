@@ -1,6 +1,6 @@
-"""Copies between pinned host memory and a GPU's frames by its copy engines: one lane of traffic each way.
+"""Copies to a GPU's frames and from them by its copy engines: one lane of traffic for each way they take.
 
-A lane is a stream of its own, so copies run beside the engine's kernels and beside the other lane, and a thread that
+A lane is a stream of its own, so copies run beside the engine's kernels and beside the other lanes, and a thread that
 waits for the copies in their order. Streams are non-blocking: no kernel of the legacy stream ever waits for a copy.
 """
 
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from swapper.copier import Piece
 from swapper.cuda_driver import CudaDevice, call, driver
 from swapper.errors import DeviceError
 
@@ -22,6 +24,7 @@ class CudaCopier:
         self._device = device
         self._up = _Lane(device, "copy-up", driver.cuMemcpyHtoDAsync)
         self._down = _Lane(device, "copy-down", driver.cuMemcpyDtoHAsync)
+        self._across = _Lane(device, "copy-across", driver.cuMemcpyDtoDAsync)
 
     def pin(self, address: int, nbytes: int) -> None:
         self._device.enter()
@@ -32,14 +35,17 @@ class CudaCopier:
         call(driver.cuMemHostUnregister, address)
 
     def put(self, source: int, target: int, nbytes: int) -> Future[float]:
-        return self._up.copy(source, target, nbytes)
+        return self._up.copy([(source, target, nbytes)])
 
     def fetch(self, source: int, target: int, nbytes: int) -> Future[float]:
-        return self._down.copy(source, target, nbytes)
+        return self._down.copy([(source, target, nbytes)])
+
+    def across(self, pieces: Sequence[Piece]) -> Future[float]:
+        return self._across.copy(pieces)
 
     def close(self) -> None:
-        self._up.close()
-        self._down.close()
+        for lane in (self._up, self._down, self._across):
+            lane.close()
 
 
 class _Lane:
@@ -56,13 +62,14 @@ class _Lane:
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
         self._thread.start()
 
-    def copy(self, source: int, target: int, nbytes: int) -> Future[float]:
+    def copy(self, pieces: Sequence[Piece]) -> Future[float]:
         future: Future[float] = Future()
         self._device.enter()
         begin, end = (call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC) for _ in range(2))
         with self._lock:
             call(driver.cuEventRecord, begin, self._stream)
-            call(self._copy, target, source, nbytes, self._stream)
+            for source, target, nbytes in pieces:
+                call(self._copy, target, source, nbytes, self._stream)
             call(driver.cuEventRecord, end, self._stream)
             self._under_way.put((future, begin, end))
         return future

@@ -13,7 +13,7 @@ so that nobody waits for another model's passes or pages, and where there is non
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,9 @@ from swapper.base_pool import BasePool
 from swapper.cuda_driver import CudaDevice, call, driver
 from swapper.errors import ConfigError, DeviceError, OutOfFrames
 from swapper.frames import Frame
+from swapper.peer_protocol import DESCRIPTORS_AT_ONCE
+
+HANDLE_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,14 @@ class CudaFramePool(BasePool):
         call(driver.cuMemcpyDtoHAsync, staging.buffer, address, nbytes, staging.stream)
         call(driver.cuStreamSynchronize, staging.stream)
         return libc.view(staging.buffer, nbytes)
+
+    def export(self) -> Iterator[Sequence[int]]:
+        for first in range(0, self.frames, DESCRIPTORS_AT_ONCE):
+            self._device.enter()
+            yield [
+                int(call(driver.cuMemExportToShareableHandle, handle, HANDLE_TYPE, 0))
+                for handle in self._handles[first : first + DESCRIPTORS_AT_ONCE]
+            ]
 
     def close(self) -> None:
         self._device.fence()
@@ -150,8 +161,7 @@ def _properties(device: CudaDevice) -> Any:
     properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device.ordinal
     if device.has("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
-        types = driver.CUmemAllocationHandleType
-        properties.requestedHandleTypes = types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        properties.requestedHandleTypes = HANDLE_TYPE
     if device.has("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
         properties.allocFlags.gpuDirectRDMACapable = 1
     return properties

@@ -12,7 +12,7 @@ it in host memory, `CudaFramePool` (`swapper/cuda_frames.py`) on a GPU, both ove
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,12 @@ class FramePool(Protocol):
         """At most a page of mapped bytes, to be looked at and not written to.
 
         On a GPU it is a copy, which the same thread's next `peek` overwrites.
+        """
+
+    def export(self) -> Iterator[Sequence[int]]:
+        """Descriptors of all frames, in order and a few at a time, for other processes (`swapper/peer_frames.py`).
+
+        They are the caller's to close. Raises DeviceError if the device cannot share its memory.
         """
 
     def close(self) -> None:

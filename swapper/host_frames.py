@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,9 @@ class HostFramePool(BasePool):
 
     def peek(self, address: int, nbytes: int) -> memoryview:
         return libc.view(address, nbytes)
+
+    def export(self) -> Iterator[Sequence[int]]:
+        yield [os.dup(self._fd)]
 
     def close(self) -> None:
         for region, _ in self._forget_regions():

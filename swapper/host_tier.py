@@ -2,7 +2,8 @@
 
 Pages are known by their hash, so siblings share them here too. A page gets here behind a read: once it is in frames
 and nobody is waiting for the link, it is copied out of them, its hash is checked, and from then on it is found. When
-all slots are taken, the page that was used longest ago makes way; one that is being copied never does.
+all slots are taken, the page that was used longest ago makes way; one that is being copied never does. Where there are
+neighbours, they share the work: a page that their links bring is one less for ours.
 
 Memory is allocated and pinned once, at start, in the background, and slots come into use as that proceeds. The arena
 (`swapper/tier_arena.py`) outlives a crash: the pages it holds are adopted at the next start, each after its hash was
@@ -25,6 +26,7 @@ from swapper.contents import ContentKey
 from swapper.copier import Copier
 from swapper.errors import DeviceError
 from swapper.granules import identity_of
+from swapper.peers import Peers
 from swapper.readers import ReadResult
 from swapper.tier_arena import Arena
 
@@ -63,13 +65,15 @@ class HostTier:
     Invariant: a slot of the arena is not ready yet, in `_free`, in `_pages`, or being filled or checked.
     """
 
-    def __init__(self, arena: Arena, copier: Copier) -> None:
+    def __init__(self, arena: Arena, copier: Copier, peers: Peers | None = None) -> None:
         """The tier closes the arena and the copier. Its start-up work goes on in the background."""
         self.slots = arena.slots
         self._arena = arena
         self._copier = copier
+        self._peers = peers
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._own_reads = 0  # pages on their way over our own link
         self._free: list[int] = []
         self._pages: OrderedDict[ContentKey, _Slot] = OrderedDict()  # the one used longest ago first
         self._coming: set[ContentKey] = set()  # being filled or checked
@@ -128,11 +132,11 @@ class HostTier:
             self._users += 1
         result: Future[ReadResult] = Future()
         try:
-            copy = self._copier.put(self._arena.address(slot.index), address, key[1])
+            if not self._start_fan_in(slot, address, key[1], result):
+                self._start_read(slot, address, key[1], result)
         except BaseException:
             self._let_go(slot)
             raise
-        copy.add_done_callback(partial(self._read_back, slot, key[1], result))
         return result
 
     def wants(self, key: ContentKey) -> bool:
@@ -226,17 +230,50 @@ class HostTier:
             logger.info("The host tier is ready after %.1f s.", time.monotonic() - self._begun)
             with self._lock:
                 self._prepared.set()
+            if self._peers is not None and self._ready == self.slots:
+                self._peers.offer(self._arena.path, self._arena.data_start, self.slots * self._arena.page_bytes)
             for tell in self._tell_ready:
                 tell()
 
     # ---- copies
 
+    def _start_read(self, slot: _Slot, address: int, nbytes: int, result: Future[ReadResult]) -> None:
+        """Copy a page over our own link."""
+        copy = self._copier.put(self._arena.address(slot.index), address, nbytes)
+        with self._lock:
+            self._own_reads += 1
+        copy.add_done_callback(partial(self._read_back, slot, nbytes, result))
+
     def _read_back(self, slot: _Slot, nbytes: int, result: Future[ReadResult], copy: Future[float]) -> None:
+        with self._lock:
+            self._own_reads -= 1
         self._let_go(slot)
         error = copy.exception()
         if error is None:
             result.set_result(ReadResult("host", nbytes, copy.result()))
         else:
+            result.set_exception(error)
+
+    def _start_fan_in(self, slot: _Slot, address: int, nbytes: int, result: Future[ReadResult]) -> bool:
+        """Have a page come over a neighbour's link, if one has less to do than our own."""
+        if self._peers is None:
+            return False
+        copy = self._peers.stage(self._arena.offset(slot.index), nbytes, address, self._own_reads)
+        if copy is not None:
+            copy.add_done_callback(partial(self._fanned_in, slot, address, nbytes, result))
+        return copy is not None
+
+    def _fanned_in(
+        self, slot: _Slot, address: int, nbytes: int, result: Future[ReadResult], copy: Future[float]
+    ) -> None:
+        if copy.exception() is None:
+            self._let_go(slot)
+            result.set_result(ReadResult("fan_in", nbytes, copy.result()))
+            return
+        try:
+            self._start_read(slot, address, nbytes, result)
+        except Exception as error:  # noqa: BLE001 - it belongs to who waits for the page
+            self._let_go(slot)
             result.set_exception(error)
 
     def _let_go(self, slot: _Slot) -> None:

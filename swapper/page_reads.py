@@ -1,15 +1,17 @@
-"""How pages get their bytes: frames are mapped, and filled from the host tier or from storage.
+"""How pages get their bytes: frames are mapped, and filled from a neighbour, from the host tier or from storage.
 
-The pager's thread starts all this; threads of the reader and of the copier bring it to its end, check the bytes, and
-say what came of it through the two functions that `PageReads` was given.
+The pager's thread starts all this; threads of the reader, of copiers and of neighbours' connections bring it to its
+end, check the bytes, and say what came of it through the two functions that `PageReads` was given.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from swapper.errors import CorruptImage, GswapdError
@@ -18,6 +20,7 @@ from swapper.host_tier import HostTier
 from swapper.image import Shard
 from swapper.page_work import Alias, Read
 from swapper.paged_shard import PagedShard
+from swapper.peer_link import PeerLink
 from swapper.readers import Reader, ReadResult, ShardFile
 from swapper.verify import check_granules
 
@@ -40,6 +43,7 @@ class PageReads:
         self._verify = verify
         self._arrived = arrived
         self._lost = lost
+        self._opening = threading.Lock()
 
     def alias(self, work: Alias) -> None:
         """Map a frame that holds the page's bytes already."""
@@ -52,7 +56,7 @@ class PageReads:
             self._arrived([work], "alias", {"map": time.perf_counter() - begun})
 
     def start(self, reads: Sequence[Read]) -> None:
-        """Map a run of pages, then have each copied from the host tier, or those beside one another read at once."""
+        """Map a run of pages, then have them filled."""
         shard, first = reads[0].task.job.shard, reads[0].task.page
         begun = time.perf_counter()
         try:
@@ -61,6 +65,29 @@ class PageReads:
             self._lost(reads, error)
             return
         mapping = (time.perf_counter() - begun) / len(reads)
+        holders = reads[0].task.job.holders
+        for link, its in groupby(reads, lambda read: holders.find(read.content.key) if holders else None):
+            if link is not None:
+                self._borrow(link, tuple(its), mapping)
+            else:
+                self._fill(tuple(its), mapping)
+
+    def _borrow(self, link: PeerLink, reads: Sequence[Read], mapping: float) -> None:
+        """Copy adjacent pages from a neighbour's frames."""
+        shard = reads[0].task.job.shard
+        targets = [shard.region.address + shard.extent(read.task.page)[0] for read in reads]
+        copy = link.borrow([read.content.key for read in reads], targets)
+        copy.add_done_callback(partial(self._borrowed, reads, mapping))
+
+    def _borrowed(self, reads: Sequence[Read], mapping: float, copy: Future[float]) -> None:
+        if copy.exception() is not None:  # it holds them no more, or does not answer
+            self._fill(reads, mapping)
+        else:
+            nbytes = sum(read.content.key[1] for read in reads)
+            self._came(reads, mapping, ReadResult("peer", nbytes, copy.result()))
+
+    def _fill(self, reads: Sequence[Read], mapping: float) -> None:
+        """Have each of a run of pages copied from the host tier, or those beside one another read at once."""
         stored: list[Read] = []
         for read in reads:
             if not self._start_copy(read, mapping):
@@ -102,26 +129,34 @@ class PageReads:
 
     def _open_file(self, shard: PagedShard) -> ShardFile:
         """Opened for each run of page-ins: idle models hold no descriptors, and a repaired file is found."""
-        if shard.file is None:
-            check_file(shard.shard, shard.path)
-            shard.file = self._reader.open(shard.path)
-        return shard.file
+        with self._opening:
+            if shard.file is None:
+                check_file(shard.shard, shard.path)
+                shard.file = self._reader.open(shard.path)
+            return shard.file
 
-    # ---- threads of the reader and of the copier
+    # ---- threads of readers and copiers
 
     def _read_back(self, reads: Sequence[Read], mapping: float, future: Future[ReadResult]) -> None:
         try:
             result = future.result()
-            stages = {"map": mapping, "read": result.seconds / len(reads)}
-            if self._verify and result.source != "host":
-                begun = time.perf_counter()
-                for read in reads:
-                    self._check(read)
-                stages["verify"] = (time.perf_counter() - begun) / len(reads)
         except Exception as error:  # noqa: BLE001 - whatever ended the read, the page-in ends with it
             self._unmap_and_lose(reads, error)
         else:
-            self._arrived(reads, result.source, stages)
+            self._came(reads, mapping, result)
+
+    def _came(self, reads: Sequence[Read], mapping: float, result: ReadResult) -> None:
+        stages = {"map": mapping, "read": result.seconds / len(reads)}
+        if self._verify and result.source != "host":
+            begun = time.perf_counter()
+            try:
+                for read in reads:
+                    self._check(read)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._unmap_and_lose(reads, error)
+                return
+            stages["verify"] = (time.perf_counter() - begun) / len(reads)
+        self._arrived(reads, result.source, stages)
 
     def _check(self, read: Read) -> None:
         """Raises HashMismatch unless a page holds what was packed."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swapper.contents import Content, ContentKey, ContentTable
+from swapper.contents import Content, ContentKey, ContentTable, Loan
 from swapper.errors import OutOfFrames
 from swapper.frames import FramePool
 from swapper.paged_shard import PagedShard, PageIn, PageInResult, PageTask
@@ -149,7 +149,7 @@ class PageWork:
         if isinstance(work, Read):
             work.content.ready = True
             self._end_read(work.content)
-            if source != "host":
+            if source not in ("host", "fan_in"):
                 self._unsaved.append((shard, task.page))
         shard.table[task.page] = work.content
         self.progress += 1
@@ -198,6 +198,29 @@ class PageWork:
         """Give up the holds of pages that are unmapped; returns how many frames became free."""
         return sum(self._contents.release(shard.table.pop(page)) for page in pages)
 
+    def recall(self, shard: PagedShard, keep: int) -> list[Content[PageTask]]:
+        """Lend a shard's pages from `keep` on no more; returns what they hold."""
+        contents = [content for page, content in shard.table.items() if page >= keep]
+        for content in contents:
+            content.leaving += 1
+        return contents
+
+    def stays(self, contents: Iterable[Content[PageTask]]) -> None:
+        """Undo `recall`."""
+        for content in contents:
+            content.leaving -= 1
+
+    def held(self, keys: Sequence[ContentKey]) -> list[int]:
+        """Which of these pages, by their places, could be lent."""
+        found = ((place, self._contents.find(key)) for place, key in enumerate(keys))
+        return [place for place, content in found if content is not None and content.ready and not content.leaving]
+
+    def lend(self, keys: Sequence[ContentKey]) -> Loan[PageTask] | None:
+        return self._contents.lend(keys)
+
+    def take_back(self, loan: Loan[PageTask]) -> None:
+        self._contents.take_back(loan)
+
     def _next_waiter(self) -> PageTask | None:
         while self._again:
             task = self._again.popleft()
@@ -208,6 +231,8 @@ class PageWork:
     def _next_page(self) -> PageTask | None:
         while self._queue:
             job = self._queue[0]
+            if job.holders is not None and not job.holders.is_complete and not job.failed:
+                return None  # they answer in a moment
             if not job.failed and job.next < job.last:
                 job.next += 1
                 return PageTask(job, job.next - 1)

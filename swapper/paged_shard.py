@@ -16,6 +16,7 @@ from swapper.contents import Content, ContentKey
 from swapper.errors import PageInAborted
 from swapper.frames import Region
 from swapper.image import Shard
+from swapper.peers import Holders
 from swapper.readers import ShardFile
 
 
@@ -34,7 +35,7 @@ class PageInResult:
     first: int
     last: int  # exclusive
     seconds: float  # wall time from request to the last page
-    sources: Mapping[str, SourceBytes]  # alias, host, page_cache, disk, gds, posix
+    sources: Mapping[str, SourceBytes]  # alias, peer, host, fan_in, page_cache, disk, gds, posix
     stages: Mapping[str, float]
 
 
@@ -51,6 +52,7 @@ class PageIn:
     done: Done
     begun: float
     next: int  # pages `[first, next)` were started
+    holders: Holders | None = None  # the neighbours' answers, which its first page waits for
     failed: bool = False  # pages of it that still wait their turn are not started any more
     pages: dict[str, int] = field(default_factory=dict)  # by source
     nbytes: dict[str, int] = field(default_factory=dict)  # by source

@@ -5,8 +5,10 @@ in from page 0 upwards, several in flight, and leave from the tail. Readiness is
 order, so a forward pass can run layer *i* while layer *i + 1* is still being read.
 
 A page's content is known by hash before it is read. When a frame of the pool already holds those bytes, or
-is being filled with them, the page maps that frame instead of reading again (source `alias`). Next, the host tier is
-asked (source `host`); storage comes last, and what came from there is copied to the host tier behind the page-ins.
+is being filled with them, the page maps that frame instead of reading again (source `alias`). Next, neighbours are
+asked (source `peer`; a page-in hears from them before its first page is started), then the host tier (source `host`,
+or `fan_in` where a page came over a neighbour's link); storage comes last. What was not in the host tier is copied to
+it behind the page-ins.
 
 One thread of the pager takes pages in order, finds each a frame, maps it and has it read (`swapper/page_reads.py`),
 with at most `depth` pages in flight: so it maps ahead while bytes move. The reader's threads come back with the bytes,
@@ -24,19 +26,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from swapper.contents import Content, ContentKey, Loan
 from swapper.errors import GswapdError, PageInAborted, WorkerError
 from swapper.frames import FramePool
 from swapper.host_tier import HostTier
 from swapper.image import Shard
 from swapper.page_reads import PageReads, check_file
 from swapper.page_work import Alias, PageWork, Read, ReadRun, Save, TakeApart, Tell, Work
-from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, SourceBytes
+from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, PageTask, SourceBytes
+from swapper.peers import Holders, Peers
 from swapper.readers import Reader
 
 __all__ = ["PageInResult", "PagedShard", "Pager", "SourceBytes"]
 
 SAVE_TIMEOUT = 10.0
 """Seconds that a page-out waits for the copy of a page to the host tier, which takes milliseconds."""
+
+LOAN_TIMEOUT = 10.0
+"""Seconds that a page-out waits for a neighbour to return a frame: it is made to after two."""
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +61,15 @@ class Pager:
         reader: Reader,
         *,
         tier: HostTier | None = None,
+        peers: Peers | None = None,
         depth: int = 8,
         run: int = 1,
         verify: bool = False,
         quiesce: Callable[[str], None] = _nothing_runs,
     ) -> None:
         """`depth` bounds the pages in flight; up to `run` adjacent ones are mapped together and read at once. `verify`
-        checks every page from storage against the manifest's hashes (the host tier checks its own when it gets them).
+        checks every page from storage and from neighbours against the manifest's hashes (the host tier checks its own
+        when it gets them). `peers` are opened, and closed by `shutdown`.
 
         `quiesce(model)` is called when a page-in has failed, after waits for its pages have ended and before pages that
         were in are unmapped. It returns once no forward pass touches them, and must not call the pager. Pages that
@@ -75,6 +84,10 @@ class Pager:
         self._work = PageWork(pool, depth, run, tier)
         self._shards: dict[str, PagedShard] = {}
         self._stopping = False
+        self._returned = threading.Condition(self._lock)  # a loan was
+        self._peers = peers
+        if peers is not None:
+            peers.open(self)
         self._thread = threading.Thread(target=self._run, name="pager", daemon=True)
         self._thread.start()
         if tier is not None:
@@ -108,11 +121,12 @@ class Pager:
         shard is absent and every frame it held was returned. Page-ins of one shard may be queued behind one another;
         a failure fails those behind it too, and those that were asked for before it was heard of.
         """
+        holders = self._locate(model, first, last)
         with self._lock:
             shard = self._shard(model)
             if self._stopping or shard.leaving:
                 raise ValueError(f"{model} cannot be paged in while it is paged out or the pager is shut down.")
-            job = PageIn(shard, first, last, done, time.perf_counter(), first)
+            job = PageIn(shard, first, last, done, time.perf_counter(), first, holders)
             if first == shard.asked <= last <= shard.page_count or shard.failure is not None:
                 self._work.ask(job)
             elif shard.asked < first <= last <= shard.page_count and shard.waits_end is not None:
@@ -128,7 +142,7 @@ class Pager:
         """Unmap pages `[keep, resident)`; returns how many frames became free (shared ones did not).
 
         Raises ValueError while a page-in of that shard is under way. The caller has made sure that
-        nothing touches those pages any more; copies to the host tier are waited for.
+        nothing touches those pages any more; copies to the host tier and to neighbours are waited for.
         """
         with self._lock:
             shard = self._idle_shard(model)
@@ -137,16 +151,20 @@ class Pager:
                 return 0
             shard.publish(keep)
             shard.leaving = True
+            contents = self._work.recall(shard, keep)
         try:
             self._wait_still(shard)
+            self._wait_returned(contents)
             self._pool.unmap(shard.region, keep, resident - keep)
         except BaseException:  # nothing was unmapped
             with self._lock:
                 shard.publish(resident)
                 shard.leaving = False
+                self._work.stays(contents)
             raise
         with self._lock:
             shard.leaving = False
+            self._work.stays(contents)  # where others hold them too
             return self._work.release(shard, range(keep, resident))
 
     def abort(self, model: str) -> None:
@@ -161,6 +179,25 @@ class Pager:
                 self._changed.notify()
             else:
                 shard.end_waits(f"Waiting for {model} was given up.")
+
+    # ---- for neighbours
+
+    @property
+    def is_paging(self) -> bool:
+        return any(shard.jobs for shard in tuple(self._shards.values()))
+
+    def held(self, keys: Sequence[ContentKey]) -> list[int]:
+        with self._lock:
+            return self._work.held(keys)
+
+    def lend(self, keys: Sequence[ContentKey]) -> Loan[PageTask] | None:
+        with self._lock:
+            return self._work.lend(keys)
+
+    def take_back(self, loan: Loan[PageTask]) -> None:
+        with self._lock:
+            self._work.take_back(loan)
+            self._returned.notify_all()
 
     @property
     def progress(self) -> int:
@@ -177,6 +214,8 @@ class Pager:
                     self._work.fail(shard, PageInAborted("The pager was shut down."))
             self._changed.notify()
         self._thread.join(timeout)
+        if self._peers is not None:
+            self._peers.close()
         if self._thread.is_alive():
             raise WorkerError(f"Reads in flight did not come back within {timeout:g} s; the file system may hang.")
         for model in list(self._shards):
@@ -219,12 +258,16 @@ class Pager:
     def _take_apart(self, shard: PagedShard) -> None:
         try:
             self._quiesce(shard.model)
+            with self._lock:
+                contents = self._work.recall(shard, 0)
+            self._wait_returned(contents)
             for first, count in _runs(sorted(shard.table)):
                 self._pool.unmap(shard.region, first, count)
         except Exception:  # its page-in then never ends, which the worker's stall timer notices
             log.exception("The pages of %s could not be taken back.", shard.model)
             return
         with self._lock:
+            self._work.stays(contents)
             self._work.taken_apart(shard)
             self._changed.notify()
 
@@ -276,6 +319,20 @@ class Pager:
         with self._lock:
             if not shard.wait_still(SAVE_TIMEOUT):
                 raise WorkerError(f"A page of {shard.model} is still being copied to the host tier.")
+
+    def _wait_returned(self, contents: Sequence[Content[PageTask]]) -> None:
+        with self._lock:
+            if not self._returned.wait_for(lambda: not any(its.loans for its in contents), LOAN_TIMEOUT):
+                raise WorkerError("A neighbour is still reading one of the pages.")
+
+    def _locate(self, model: str, first: int, last: int) -> Holders | None:
+        """Ask neighbours for pages. Without the lock: what they say is heard by threads that take it."""
+        if self._peers is None:
+            return None
+        with self._lock:
+            shard = self._shard(model)
+            keys = [shard.key(page) for page in range(max(0, first), min(last, shard.page_count))]
+        return self._peers.locate(keys, self._look_for_work)
 
     def _shard(self, model: str) -> PagedShard:
         try:

@@ -17,7 +17,8 @@ from typing import Protocol
 class ReadResult:
     """Where one range came from, and how long one thread worked at it.
 
-    Sources: `page_cache` (it was in the page cache), `disk` (it was not), `gds` or `posix` (kvikio).
+    Sources: `page_cache` (it was in the page cache), `disk` (it was not), `gds` or `posix` (kvikio); besides readers,
+    `peer` (a neighbour's frame), `host` (the host tier), `fan_in` (the host tier, over a neighbour's link).
     """
 
     source: str

@@ -47,8 +47,8 @@ class Arena:
         self.slots = slots
         self.page_bytes = page_bytes
         self.path = directory / f"{PREFIX}{name}"
-        self._data_start = -(-(_HEADER_BYTES + slots * _ENTRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
-        self._nbytes = self._data_start + slots * page_bytes
+        self.data_start = -(-(_HEADER_BYTES + slots * _ENTRY_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
+        self._nbytes = self.data_start + slots * page_bytes
         self._fd = _own(self.path)
         try:
             self._shape()
@@ -59,11 +59,15 @@ class Arena:
         self._entries = libc.view(self._base + _HEADER_BYTES, slots * _ENTRY_BYTES)
 
     def address(self, slot: int) -> int:
-        return self._base + self._data_start + slot * self.page_bytes
+        return self._base + self.data_start + self.offset(slot)
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins, counted from the first one."""
+        return slot * self.page_bytes
 
     def populate(self, first: int, count: int) -> None:
         """Put memory behind slots. Raises OSError if there is none."""
-        offset = self._data_start + first * self.page_bytes
+        offset = self.data_start + first * self.page_bytes
         try:
             libc.populate(self._base + offset, count * self.page_bytes)
         except OSError as error:

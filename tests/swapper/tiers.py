@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 from swapper import libc
 from swapper.contents import ContentKey
-from swapper.copier import HostCopier
+from swapper.copier import HostCopier, Piece
 from swapper.granules import identity_of
 from swapper.host_tier import HostTier
 from swapper.tier_arena import Arena
@@ -77,6 +77,10 @@ class GatedCopier(HostCopier):
         return self._copy(source, target, nbytes)
 
     def fetch(self, source: int, target: int, nbytes: int) -> Future[float]:
+        return self._copy(source, target, nbytes)
+
+    def across(self, pieces: Sequence[Piece]) -> Future[float]:
+        ((source, target, nbytes),) = pieces
         return self._copy(source, target, nbytes)
 
     def _copy(self, source: int, target: int, nbytes: int) -> Future[float]:

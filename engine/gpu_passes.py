@@ -14,7 +14,7 @@ import torch
 
 from engine import triton_attention
 from engine.batch import StepBatch
-from engine.graphs import DecodeGraph, GraphKey, bucket_of, graphs_of
+from engine.graphs import GraphKey, bucket_of, graphs_of
 from engine.kv_cache import PagedKvCache
 from engine.step_inputs import Staging, StepTensors, decode_row, decodes_only
 from engine.streams import pass_stream
@@ -94,27 +94,29 @@ class GpuPasses:
         self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
     ) -> torch.Tensor:
         bucket = bucket_of(len(batch.slices)) if decodes_only(batch) else None
-        if bucket is not None and self._is_ready(self._nbytes):
+        if bucket is not None and self._graphs.may_record(self._owner) and self._is_ready(self._nbytes):
             gate(self._nbytes)  # a graph has no gates
-            graph = self._graph(bucket, cache)
-            if graph is not None:
-                self._row.copy(batch, bucket, self._owner, tokens)
-                return graph.replay()[: len(batch.slices)]
+            self._row.copy(batch, bucket, self._owner, tokens)
+            return self._decode(bucket, cache, gate)[: len(batch.slices)]
         return self._eager(self._staging.copy(batch, tokens), cache, gate)
+
+    def _decode(self, bucket: int, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
+        """A pass over what is in the row: replayed, or run in the same shape until there is a graph of it."""
+        key = GraphKey(self._owner, cache.region.address, bucket)
+        graph = self._graphs.find(key)
+        if graph is not None:
+            return graph.replay()
+        inputs = self._row.tensors(bucket)
+        logits = self._eager(inputs, cache, gate)
+        self._graphs.ask(key, self._name, lambda: self._eager(inputs, cache, _open))
+        return logits
 
     def _eager(self, inputs: StepTensors, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
         return self._run(inputs.tokens, inputs.positions, inputs.sampled, TritonPass(inputs, cache, gate))
 
-    def _graph(self, bucket: int, cache: PagedKvCache) -> DecodeGraph | None:
-        key = GraphKey(self._owner, cache.region.address, bucket)
-        graph = self._graphs.find(key)
-        if graph is not None or not self._graphs.may_record(self._owner):
-            return graph
-        inputs = self._row.tensors(bucket)
-        self._row.copy(StepBatch((), (), (), ()), bucket, self._owner)
-        self._eager(inputs, cache, _open)  # what libraries and compilers do once, they do now
-        torch.cuda.current_stream(self._device).synchronize()
-        return self._graphs.record(key, self._name, lambda: self._eager(inputs, cache, _open))
+    def rehearse(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
+        """Run a pass on the current stream, beside all others: for a model that serves nobody, on memory of its own."""
+        return self._eager(self._staging.copy(batch), cache, _open)
 
     def close(self) -> None:
         """Drop the model's graphs."""
@@ -122,4 +124,4 @@ class GpuPasses:
 
 
 def _open(nbytes: int) -> None:
-    """The gate of a recording: everything is in, and nobody may run in between."""
+    """The gate of what waits for nothing: a recording, a rehearsal."""

@@ -4,9 +4,13 @@ A graph is recorded for a model, a KV region and a number of sequences, rounded 
 bucket is padding, which writes nowhere. It stays right whatever is paged out and in, because addresses never change. It
 runs no Python, so no page gate either: replay one only when the model's whole shard is in.
 
-All graphs of a device share one pool of memory. They may, because passes run one behind the other on one stream, and
-nothing of a pass is needed once the next begins; so memory grows with the largest graphs, not with their number. The
-number is bounded all the same: the graph that was not used for longest goes first.
+Recording runs nothing and touches no memory, so it needs neither a turn nor the GPU: one thread does it beside the
+passes, on a stream of its own, and decodes run without a graph until it is there. No first answer waits for it.
+
+All graphs of a device share one pool of memory. They may, because they are replayed one behind the other on one stream,
+and nothing of a pass is needed once the next begins; so memory grows with the largest graphs, not with their number.
+Number and bytes are bounded all the same: the graph that was not used for longest goes first. What they may take is
+charged to the workspace that a GPU's frame pool leaves (`engine/workspace.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +28,7 @@ from typing import Any
 import torch
 
 from engine.step_inputs import MAX_DECODES
+from engine.workspace import GRAPH_BYTES
 from swapper.cuda_driver import capture_lock
 
 logger = logging.getLogger(__name__)
@@ -62,62 +68,115 @@ class DecodeGraph:
 
 
 class GraphCache:
-    """The graphs of one device. Whoever holds the engine's turn records and replays; any thread may forget."""
+    """The graphs of one device. Whoever holds the engine's turn replays; any thread may ask for one, and forget."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._changed = threading.Condition(threading.RLock())  # a garbage collection may forget, at any point
+        self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
+        self._asked: set[GraphKey] = set()  # to be recorded
+        self._refused: set[object] = set()  # owners of what cannot be recorded
+        self._recorder = ThreadPoolExecutor(1, thread_name_prefix="graphs")  # has no more to do than `_asked`
+        self._stream: torch.cuda.Stream | None = None  # the recorder's, like the next two
         self._pool: Any = None
         self._anchors: list[torch.cuda.CUDAGraph] = []  # a pool ends with its last graph, so each has one that stays
-        self._lock = threading.RLock()  # a garbage collection may forget, at any point
-        self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
-        self._refused: set[object] = set()
 
     @property
     def nbytes(self) -> int:
         """GPU memory that the graphs hold."""
-        with self._lock:
+        with self._changed:
             return sum(graph.nbytes for graph in self._graphs.values())
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def find(self, key: GraphKey) -> DecodeGraph | None:
-        with self._lock:
+        with self._changed:
             graph = self._graphs.get(key)
             if graph is not None:
                 self._graphs.move_to_end(key)
             return graph
 
     def may_record(self, owner: object) -> bool:
-        """Whether no recording of the model has failed yet."""
+        """Whether no recording of the model has been refused yet."""
         return owner not in self._refused
 
-    def record(self, key: GraphKey, name: str, run: Callable[[], torch.Tensor]) -> DecodeGraph | None:
-        """Record `run`, which has run before and returns the logits; None if it cannot be recorded.
+    def ask(self, key: GraphKey, name: str, run: Callable[[], torch.Tensor]) -> None:
+        """Have `run` recorded, unless it is there, was asked for already or refused. It returns the logits.
 
-        The current stream must be the one that all passes use, and no other thread may use it meanwhile. Other threads
-        may go on using the GPU on streams of their own.
+        It has run before, in this shape, so that all it needs is compiled and loaded.
         """
-        while len(self._graphs) >= MAX_GRAPHS:
-            with self._lock:
-                self._graphs.popitem(last=False)
+        with self._changed:
+            if key in self._graphs or key in self._asked or key.owner in self._refused:
+                return
+            self._asked.add(key)
+        self._recorder.submit(self._record, key, name, run)
+
+    def wait_recorded(self, timeout: float) -> bool:
+        """Wait until all that was asked for is recorded, or refused."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._asked, timeout)
+
+    def forget(self, owner: object) -> None:
+        """Drop a model's graphs: no pass of it is under way, and its addresses are given away."""
+        with self._changed:
+            for key in [key for key in self._graphs if key.owner is owner]:
+                del self._graphs[key]
+            self._asked = {key for key in self._asked if key.owner is not owner}
+            self._refused.discard(owner)
+            self._changed.notify_all()
+
+    # ---- the recorder's thread
+
+    def _record(self, key: GraphKey, name: str, run: Callable[[], torch.Tensor]) -> None:
+        recorded: DecodeGraph | None = None
+        try:
+            if key in self._asked:
+                recorded = self._recorded(run)
+        except ValueError as error:
+            # Triton asks the driver about each address, which knows none of a page that has gone meanwhile. The next
+            # decode asks again.
+            logger.info("A decode of %s was not recorded now: %s", name, error)
+            self._pool = None
+        except RuntimeError as error:  # it looks at numbers on the host, which a recording has none of
+            logger.warning("Decodes of %s cannot be recorded as CUDA graphs, and run slower: %s", name, error)
+            self._pool = None  # torch takes it to be recording still, and would not begin again
+            with self._changed:
+                if key in self._asked:
+                    self._refused.add(key.owner)
+        finally:
+            with self._changed:
+                if recorded is not None and key in self._asked:
+                    self._keep(key, recorded)
+                self._asked.discard(key)
+                self._changed.notify_all()
+
+    def _keep(self, key: GraphKey, graph: DecodeGraph) -> None:
+        self._graphs[key] = graph
+        while len(self._graphs) > 1 and (len(self._graphs) > MAX_GRAPHS or self.nbytes > GRAPH_BYTES):
+            self._graphs.popitem(last=False)
+
+    def _recorded(self, run: Callable[[], torch.Tensor]) -> DecodeGraph:
+        stream = self._prepared_stream()
         free, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
-        with capture_lock:
+        with torch.inference_mode(), torch.cuda.stream(stream), capture_lock:
             if self._pool is None:
                 self._begin_pool()
-            try:
-                logits = self._capture(graph, run)
-            except RuntimeError as error:  # it looks at numbers on the host, which a recording has none of
-                logger.warning("Decodes of %s cannot be recorded as CUDA graphs, and run slower: %s", name, error)
-                self._refused.add(key.owner)
-                self._pool = None  # torch takes it to be recording still, and would not begin again
-                return None
+            logits = self._capture(graph, run)
         left, _ = torch.cuda.mem_get_info(self._device)
-        recorded = DecodeGraph(graph, logits, max(0, free - left))
-        with self._lock:
-            self._graphs[key] = recorded
-        return recorded
+        return DecodeGraph(graph, logits, max(0, free - left))
+
+    def _prepared_stream(self) -> torch.cuda.Stream:
+        """The stream that all graphs are recorded on, with what libraries allocate for it and for this thread."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                for dtype in (torch.bfloat16, torch.float32):
+                    row = torch.zeros(16, 16, device=self._device, dtype=dtype)
+                    torch.nn.functional.linear(row, row, row[0])
+            self._stream.synchronize()
+        return self._stream
 
     def _begin_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -135,13 +194,6 @@ class GraphCache:
             raise
         graph.capture_end()
         return result
-
-    def forget(self, owner: object) -> None:
-        """Drop a model's graphs: no pass of it is under way, and its addresses are given away."""
-        with self._lock:
-            for key in [key for key in self._graphs if key.owner is owner]:
-                del self._graphs[key]
-            self._refused.discard(owner)
 
 
 @cache

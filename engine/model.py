@@ -143,6 +143,12 @@ class BoundModel:
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 
+    def rehearse(self, batch: StepBatch, kv: PagedKvCache) -> torch.Tensor:
+        """On a GPU: a pass on the current stream, of a model that serves nobody (`engine/rehearsal.py`)."""
+        assert self._gpu is not None
+        with torch.inference_mode():
+            return self._gpu.rehearse(batch, kv).to(torch.float32, copy=True)
+
     def close(self) -> None:
         if self._gpu is not None:
             self._gpu.close()

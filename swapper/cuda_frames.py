@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from swapper import libc
 from swapper.base_pool import BasePool
 from swapper.cuda_driver import CudaDevice, call, driver
 from swapper.errors import ConfigError, DeviceError, OutOfFrames
-from swapper.frames import Frame
+from swapper.frames import Frame, Region
+from swapper.geometry import pages
 from swapper.peer_protocol import DESCRIPTORS_AT_ONCE
 
 HANDLE_TYPE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -82,6 +83,30 @@ class CudaFramePool(BasePool):
                 int(call(driver.cuMemExportToShareableHandle, handle, HANDLE_TYPE, 0))
                 for handle in self._handles[first : first + DESCRIPTORS_AT_ONCE]
             ]
+
+    @contextmanager
+    def blank(self, nbytes: int) -> Iterator[Region]:
+        """A region all of whose pages show one page of zeros, which is no frame of the pool's.
+
+        For running what only needs addresses that can be touched. Whoever does has waited for its end.
+        """
+        self._device.enter()
+        count = max(1, pages(nbytes, self.page_bytes))
+        address = self._reserve(count * self.page_bytes)
+        handle = call(driver.cuMemCreate, self.page_bytes, self._properties, 0)
+        mapped = 0
+        try:
+            for page in range(count):
+                call(driver.cuMemMap, address + page * self.page_bytes, self.page_bytes, 0, handle, 0)
+                mapped += 1
+            call(driver.cuMemSetAccess, address, count * self.page_bytes, [self._access], 1)
+            call(driver.cuMemsetD8, address, 0, self.page_bytes)
+            yield Region(address, count * self.page_bytes, self.device)
+        finally:
+            if mapped:
+                call(driver.cuMemUnmap, address, mapped * self.page_bytes)
+            call(driver.cuMemRelease, handle)
+            self._unreserve(address, count * self.page_bytes)
 
     def close(self) -> None:
         self._device.fence()
@@ -148,11 +173,6 @@ class CudaFramePool(BasePool):
         staging = _Staging(stream, int(call(driver.cuMemHostAlloc, self.page_bytes, 0)))
         self._stagings.append(staging)
         return staging
-
-
-def frames_of_share(device: CudaDevice, share: float, page_bytes: int) -> int:
-    """How many frames a share, in [0, 1], of the GPU's free memory makes."""
-    return int(device.free_bytes() * share) // page_bytes
 
 
 def _properties(device: CudaDevice) -> Any:

@@ -7,11 +7,14 @@ ready, and not when the first request waits. What only a GPU needs is imported w
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from engine.engine import Engine
 from engine.model import BoundModel
+from engine.workspace import WORKSPACE_BYTES
 from swapper.copier import Copier, HostCopier
 from swapper.errors import ConfigError
 from swapper.frames import FramePool
@@ -44,6 +47,7 @@ class _Parts:
     reader: Reader
     reader_name: str
     copier: Copier
+    rehearse: Callable[[Path], object] = lambda path: None
     depth: int = 8
     run: int = 1
 
@@ -64,6 +68,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         parts.reader,
         make_engine,
         BoundModel.bind,
+        rehearse=parts.rehearse,
         tier=_open_tier(spec, parts.copier),
         depth=parts.depth,
         run=parts.run,
@@ -86,18 +91,39 @@ def _on_cpu(spec: WorkerSpec) -> _Parts:
 def _on_gpu(spec: WorkerSpec) -> _Parts:
     if spec.reader not in ("auto", "kvikio"):
         raise ConfigError(f"The reader {spec.reader!r} cannot read into a GPU's memory; use kvikio, or auto.")
+    from engine.rehearsal import Rehearsals
     from swapper.cuda_copier import CudaCopier
     from swapper.cuda_driver import CudaDevice
-    from swapper.cuda_frames import CudaFramePool, frames_of_share
+    from swapper.cuda_frames import CudaFramePool
     from swapper.kvikio_reader import KvikioReader
 
     device = CudaDevice()
-    frames = spec.frames
-    if spec.pool_share is not None:
-        frames = frames_of_share(device, spec.pool_share, spec.page_bytes)
-    pool = CudaFramePool(device, frames, spec.page_bytes)
+    pool = CudaFramePool(device, gpu_frames(spec, device.free_bytes()), spec.page_bytes)
     kvikio = KvikioReader(spec.read_threads or kvikio_threads(), device=pool.device)
-    return _Parts(pool.device, pool, kvikio, f"kvikio/{kvikio.source}", CudaCopier(device), GPU_DEPTH, GPU_RUN)
+    return _Parts(
+        pool.device,
+        pool,
+        kvikio,
+        f"kvikio/{kvikio.source}",
+        CudaCopier(device),
+        Rehearsals(pool, spec.max_batch_tokens).ask,
+        GPU_DEPTH,
+        GPU_RUN,
+    )
+
+
+def gpu_frames(spec: WorkerSpec, free: int) -> int:
+    """How many frames the pool gets of so many free bytes of a GPU. Raises ConfigError if that leaves no workspace."""
+    room = max(0, free - WORKSPACE_BYTES) // spec.page_bytes
+    if spec.pool_share is not None:
+        return min(int(free * spec.pool_share) // spec.page_bytes, room)
+    if spec.frames > room:
+        raise ConfigError(
+            f"The frame pool wants {spec.frames * spec.page_bytes:,} bytes of GPU memory. {free:,} are free, of which "
+            f"{WORKSPACE_BYTES:,} are for what is not in frames. Make memory.pool smaller, or end other programs that "
+            "use this GPU."
+        )
+    return spec.frames
 
 
 def kvikio_threads() -> int:

@@ -76,15 +76,20 @@ class Shard:
         make_engine: Callable[[Emit], Engine],
         bind: Bind,
         *,
+        rehearse: Callable[[Path], object] = lambda path: None,
         tier: HostTier | None = None,
         depth: int = 8,
         run: int = 1,
     ) -> None:
-        """`make_engine` is given the function that takes the engine's reports; `depth` and `run` are the pager's."""
+        """`make_engine` is given the function that takes the engine's reports; `depth` and `run` are the pager's.
+
+        `rehearse` is told of each image that becomes known. It must not wait.
+        """
         self.spec = spec
         self._pool = pool
         self._tier = tier
         self._bind = bind
+        self._rehearse = rehearse
         self._log = ReportLog()
         self._engine = make_engine(self._log.append)
         self._pager = Pager(pool, reader, tier=tier, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce)
@@ -142,6 +147,7 @@ class Shard:
         match item:
             case AddModel():
                 self._slots.setdefault(item.model, ModelSlot(item.model, item.path, item.identity))
+                self._rehearse(Path(item.path))
             case RemoveModel():
                 self._remove(item)
             case PageIn():

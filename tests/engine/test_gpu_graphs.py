@@ -24,6 +24,9 @@ pytestmark = [
 ]
 
 
+PATIENCE = 60.0
+
+
 class Replays:
     """Counts the graphs that are replayed."""
 
@@ -53,8 +56,12 @@ def llama(tmp_path: Path) -> Iterator[BoundModel]:
 
 
 def decode(sequences: Sequences, count: int, *members: int) -> None:
+    """So many passes. The first of a bucket runs without a graph, which is recorded before the next."""
+    from engine.graphs import graphs_of
+
     for _ in range(count):
         sequences.step(dict.fromkeys(members, 1))
+        assert graphs_of(torch.device(DEVICE)).wait_recorded(PATIENCE)
 
 
 def test_only_passes_of_nothing_but_decodes_are_replayed(llama: BoundModel, replays: Replays) -> None:
@@ -64,7 +71,7 @@ def test_only_passes_of_nothing_but_decodes_are_replayed(llama: BoundModel, repl
     assert replays.count == 0
     decode(sequences, 3, 0, 1)
     decode(sequences, 2, 1)
-    assert replays.count == 5
+    assert replays.count == 2 + 1
     assert not decodes_only(StepBatch((1, 2), (0, 1), (), (1,)))
 
 
@@ -77,7 +84,7 @@ def test_replays_equal_eager_attention_in_float32(llama: BoundModel, replays: Re
         decode(sequences, 1, *reversed(range(size)))
     for index in range(1, 9):
         decode(sequences, index, index)
-    assert replays.count == 9 + sum(range(1, 9))
+    assert replays.count == 9 - 5 + sum(range(1, 9))  # five buckets
     sequences.step(dict.fromkeys(range(9), 1))
     assert largest_difference(random_model("llama").to(DEVICE), sequences) < 1e-3
 
@@ -85,7 +92,8 @@ def test_replays_equal_eager_attention_in_float32(llama: BoundModel, replays: Re
 def test_padding_writes_nowhere(llama: BoundModel, replays: Replays) -> None:
     """Three of a bucket of four: but for the three new rows, the region stays as it was, bit by bit."""
     sequences = Sequences(llama, random_prompts(40, 20, 30))
-    sequences.step({0: 20, 1: 10, 2: 15})
+    sequences.step({0: 20, 1: 10, 2: 14})
+    decode(sequences, 1, 0, 1, 2)
     before = sequences.memory.clone()
     decode(sequences, 1, 0, 1, 2)
     assert replays.count == 1
@@ -105,7 +113,7 @@ def test_graphs_stay_right_when_weights_go_and_come(llama: BoundModel, replays: 
     torch.cuda.synchronize()
     weights.copy_(kept)
     decode(sequences, 7, 0)
-    assert replays.count == 10
+    assert replays.count == 2 + 7
     assert largest_difference(random_model("llama").to(DEVICE), sequences) < 1e-3
 
 
@@ -118,9 +126,9 @@ def test_a_shard_that_is_not_all_in_runs_without_a_graph(tmp_path: Path, replays
     sequences = Sequences(model, random_prompts(20))
     sequences.step({0: 1}, shard.load)  # a decode while pages come
     assert replays.count == 0
-    sequences.step({0: 1}, shard.load)
+    decode(sequences, 2, 0)
     assert replays.count == 1
-    sequences.step({0: 18})
+    sequences.step({0: 17})
     assert largest_difference(random_model("qwen2").to(DEVICE), sequences) < 1e-3
     model.close()
 
@@ -137,9 +145,9 @@ def test_a_model_that_cannot_be_recorded_runs_all_the_same(
     sequences.step({0: 30})
     decode(sequences, 3, 0)
     assert "cannot be recorded" in caplog.text
-    assert replays.count == 2
+    assert replays.count == 1
     decode(other, 8, 0, 1)
-    assert replays.count == 10
+    assert replays.count == 1 + 7
     sequences.step({0: 7})
     other.step({1: 2})
     assert largest_difference(random_model("mixtral").to(DEVICE), sequences) < 1e-3
@@ -187,5 +195,5 @@ def test_other_threads_may_use_the_gpu_while_a_graph_is_recorded(tmp_path: Path,
     stop.set()
     thread.join(60)
     assert not failures
-    assert replays.count == 10
+    assert replays.count == 5
     model.close()

@@ -142,11 +142,39 @@ def test_a_page_must_be_what_the_gpu_can_map(device: CudaDevice) -> None:
         CudaFramePool(device, 1, PAGE + 4096)
 
 
-def test_a_share_is_of_what_is_free(device: CudaDevice) -> None:
-    from swapper.cuda_frames import frames_of_share
+def test_a_blank_region_can_be_touched_everywhere_and_costs_a_page(device: CudaDevice, pool: CudaFramePool) -> None:
+    before = device.free_bytes()
+    with pool.blank(100 * PAGE + 1) as region:
+        assert region.nbytes == 101 * PAGE
+        assert before - device.free_bytes() < 4 * PAGE
+        assert int(words(region).sum()) == 0
+        page_words(region, 3).fill_(7)
+        assert page_words(region, 99).eq(7).all()
+        assert pool.free == pool.frames
+    assert device.free_bytes() == before
 
-    free = device.free_bytes()
-    assert 0.49 * free < frames_of_share(device, 0.5, PAGE) * PAGE <= 0.51 * free
+
+def test_unmapping_waits_for_the_guard_of_the_region_alone(pool: CudaFramePool) -> None:
+    """Not for another stream, which is busy all the while."""
+    import torch
+
+    region, other = pool.reserve(PAGE), pool.reserve(PAGE)
+    mapped(pool, region, 0)
+    mapped(pool, other, 0)
+    asked = []
+    pool.guard(region, lambda: asked.append(region))
+    numbers = page_words(other, 0)
+    numbers.fill_(0)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(20_000):
+            numbers.add_(1)
+    pool.unmap(region, 0)
+    assert not stream.query()
+    assert asked == [region]
+    pool.unmap(other, 0)
+    assert stream.query()
 
 
 def test_closing_gives_the_memory_back(device: CudaDevice) -> None:

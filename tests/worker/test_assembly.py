@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from engine.workspace import WORKSPACE_BYTES
 from swapper.errors import ConfigError
 from tests.swapper.gpu import LACKING
 from tests.swapper.paging import PAGE, PATIENCE
 from tests.swapper.tiers import new_name
-from worker.assembly import open_shard
+from worker.assembly import gpu_frames, open_shard
 from worker.client import _device
 from worker.protocol import WorkerSpec
 
@@ -51,6 +52,17 @@ def test_on_a_gpu_the_pool_may_be_a_share_of_what_is_free() -> None:
     assert ready.reader in ("kvikio/gds", "kvikio/posix")
     assert ready.frames > SPEC.frames
     shard.close()
+
+
+def test_a_gpus_pool_leaves_room_for_what_is_not_in_frames() -> None:
+    free = 140 << 30
+    share = gpu_frames(replace(SPEC, pool_share=0.8), free)
+    assert 0.79 * free < share * PAGE <= 0.8 * free
+    whole = gpu_frames(replace(SPEC, pool_share=1.0), free)
+    assert whole == (free - WORKSPACE_BYTES) // PAGE
+    assert gpu_frames(replace(SPEC, frames=whole), free) == whole
+    with pytest.raises(ConfigError, match=r"of which [\d,]+ are for what is not in frames. Make memory.pool smaller"):
+        gpu_frames(replace(SPEC, frames=whole + 1), free)
 
 
 def test_auto_is_a_gpu_only_where_there_is_one() -> None:

@@ -8,6 +8,9 @@ A sequence is admitted, in order of arrival, when there are blocks for all its t
 that runs. When a decode finds no block, the youngest sequence is preempted: its blocks are freed, it waits at the front
 and is computed again later, answer included. Nobody fails for want of blocks: a sequence that is alone and still finds
 none waits for a larger grant.
+
+A suspended model runs nothing and holds no block. What its sequences had computed is kept by a `KvKeeper`, where that
+pays, and is put into new blocks when they are admitted again.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from itertools import chain, count, islice
 from engine.batch import SequenceSlice, StepBatch
 from engine.blocks import BlockManager
 from engine.grammar import GrammarError, Grammars
+from engine.kv_keeper import KvKeeper
 from engine.request import (
     EngineReport,
     EngineTime,
@@ -30,7 +34,9 @@ from engine.request import (
     KvReleased,
     KvWanted,
     RequestFailed,
+    Resumed,
     Started,
+    Suspended,
     TokenLogprob,
     Tokens,
 )
@@ -95,9 +101,10 @@ class Batcher:
         ended: Callable[[str], None],
         clock: Callable[[], float],
         grammars: Grammars | None = None,
+        keeper: KvKeeper | None = None,
     ) -> None:
         """`ended` is told of each request that is over, before its last report goes out. Without `grammars`, requests
-        that have one fail.
+        that have one fail; without a `keeper`, suspended ones are computed again.
         """
         self._model = model
         self._blocks = blocks
@@ -108,6 +115,7 @@ class Batcher:
         self._ended = ended
         self._clock = clock
         self._grammars = grammars
+        self._keeper = keeper
         self._arrivals = count()
         self._sequences: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -115,10 +123,12 @@ class Batcher:
         self._reports: list[EngineReport] = []
         self._short_of_blocks = False  # since planning began
         self._kv_wanted = 0  # what the last KvWanted under this grant said
+        self._suspended = False
 
     @property
-    def is_empty(self) -> bool:
-        return not self._sequences
+    def is_idle(self) -> bool:
+        """Whether there is nothing to run until another command comes."""
+        return not self._sequences or self._suspended
 
     def take_reports(self) -> list[EngineReport]:
         reports, self._reports = self._reports, []
@@ -152,15 +162,44 @@ class Batcher:
         self._kv_wanted = 0
         self._reports.append(KvReleased(self._model, frames, epoch))
 
+    def suspend(self, epoch: int) -> None:
+        """Run nothing until `resume`, and hold no block meanwhile. Requests may come and go."""
+        began = self._clock()
+        begun = [sequence for sequence in self._sequences.values() if sequence.blocks or sequence.started]
+        wanted = sum(sequence.blocks_wanted for sequence in begun)
+        kept_bytes = lost_tokens = 0
+        for sequence in self._running.copy():
+            done = sequence.computed
+            kept = self._keeper.keep(sequence.blocks[: kv_blocks(done)], done) if self._keeper is not None else None
+            self._preempt(sequence)
+            sequence.kept = kept
+            kept_bytes += kept.data.nbytes if kept is not None else 0
+            lost_tokens += done if kept is None else 0
+        self._suspended = True
+        self._blocks.grant(0)
+        self._kv_wanted = 0
+        frames = self._blocks.frames_for(wanted)
+        seconds = self._clock() - began
+        self._reports.append(Suspended(self._model, frames, epoch, kept_bytes, lost_tokens, seconds))
+
+    def resume(self, frames: int, epoch: int) -> None:
+        """Go on, with a grant of `frames` frames: the oldest first, if that is not enough for all."""
+        self._suspended = False
+        self._blocks.grant(frames)
+        self._reports.append(Resumed(self._model, epoch))
+
     def clear(self) -> None:
         """Drop every sequence without a word and give all blocks back."""
         for sequence in list(self._sequences.values()):
             self._forget(sequence)
+        self._suspended = False
 
     # ---- the forward pass
 
     def plan(self) -> Step | None:
         """The next forward pass; None if there is nothing to run, or no block to run it with."""
+        if self._suspended:
+            return None
         self._short_of_blocks = False
         chunks = self._decodes()
         budget = self._max_tokens - len(chunks)
@@ -203,6 +242,8 @@ class Batcher:
         It took `computing` seconds and `paging` seconds of waiting for pages. Sequences that ended meanwhile, in a pass
         planned ahead, are left out.
         """
+        if self._keeper is not None:
+            self._keeper.computed(len(step.batch.tokens), computing)
         for chunk in step.chunks:
             sequence = chunk.sequence
             if not self._has(sequence):
@@ -274,6 +315,9 @@ class Batcher:
             self._short_of_blocks = True
             return None
         sequence.blocks = blocks
+        if sequence.kept is not None and self._keeper is not None:
+            self._keeper.restore(sequence.kept, blocks)
+            sequence.computed, sequence.kept = sequence.kept.tokens, None
         insort(self._running, self._waiting.popleft(), key=_arrival)
         return sequence
 
@@ -366,6 +410,8 @@ class Batcher:
             sequence.rewind()
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+            if sequence.kept is not None and self._keeper is not None:
+                self._keeper.drop(sequence.kept)
         self._ended(sequence.id)
 
 

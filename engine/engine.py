@@ -16,13 +16,14 @@ from functools import partial
 
 from engine.batching import Batcher
 from engine.blocks import BlockManager
+from engine.kv_keeper import HostRoom, KvKeeper
 from engine.model import ModelRunnerProtocol
 from engine.request import EngineReport, GenerationRequest, RequestFailed
 from engine.runner import ModelRunner
 from engine.turn import Turn
 from swapper.errors import WorkerError
 from swapper.frames import FramePool
-from swapper.geometry import kv_blocks
+from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks
 from swapper.pager import PagedShard
 
 PASS_TIMEOUT = 60.0
@@ -40,13 +41,18 @@ class Engine:
         max_batch_tokens: int = 512,
         max_batch_sequences: int = 64,
         compute_threads: int = 1,
+        suspended_bytes: int = 0,
     ) -> None:
-        """`emit` gets each model's reports in order, from that model's thread. It must not wait."""
+        """`emit` gets each model's reports in order, from that model's thread. It must not wait.
+
+        `suspended_bytes` of host memory may hold keys and values of suspended requests.
+        """
         self._pool = pool
         self._emit = emit
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
         self._compute_threads = compute_threads
+        self._host_room = HostRoom(suspended_bytes)
         self._turn = Turn()
         self._lock = threading.Lock()  # guards everything below
         self._models: dict[str, ModelRunner] = {}
@@ -71,6 +77,7 @@ class Engine:
                 ended=self._forget,
                 clock=time.perf_counter,
                 grammars=model.grammars,
+                keeper=KvKeeper(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token, self._host_room),
             )
             runner = ModelRunner(model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads)
             self._models[model.name] = runner
@@ -109,6 +116,16 @@ class Engine:
         """Let a model hold `frames` KV frames in all; answered by KvReleased when it holds no more. Raises KeyError."""
         runner = self._model(model)
         runner.post(partial(runner.batcher.grant, frames, epoch), interrupt=True)
+
+    def suspend(self, model: str, epoch: int) -> None:
+        """Stop a model's requests between two passes and free its KV frames; answered by Suspended. Raises KeyError."""
+        runner = self._model(model)
+        runner.post(partial(runner.batcher.suspend, epoch), interrupt=True)
+
+    def resume(self, model: str, kv_frames: int, epoch: int) -> None:
+        """Let them go on, with a grant of KV frames; answered by Resumed. Raises KeyError."""
+        runner = self._model(model)
+        runner.post(partial(runner.batcher.resume, kv_frames, epoch), interrupt=True)
 
     def abort(self, model: str, timeout: float = PASS_TIMEOUT) -> None:
         """Drop a model's sequences without a word, because its page-in failed.

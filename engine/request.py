@@ -115,4 +115,28 @@ class KvReleased:
     epoch: int
 
 
-EngineReport = Started | Tokens | RequestFailed | KvWanted | KvReleased
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """Answer to a suspension: the model runs nothing and holds no KV frame.
+
+    With a grant of `kv_frames` frames, all that ran can go on at once. `kept_bytes` of keys and values were moved to
+    host memory; `lost_tokens` will be computed again.
+    """
+
+    model: str
+    kv_frames: int
+    epoch: int
+    kept_bytes: int = 0
+    lost_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Answer to a resumption: the model's requests run again, as far as its grant goes."""
+
+    model: str
+    epoch: int
+
+
+EngineReport = Started | Tokens | RequestFailed | KvWanted | KvReleased | Suspended | Resumed

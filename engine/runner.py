@@ -206,7 +206,7 @@ class ModelRunner:
         step = self._batcher.plan()
         self._report()
         if step is None:
-            return None if self._batcher.is_empty else RETRY_SECONDS
+            return None if self._batcher.is_idle else RETRY_SECONDS
         try:
             self._pass(step)
         except PageInAborted:  # given up for a command, or the page-in failed and an abort is on its way

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.grammar import Mask, Matcher
 from engine.request import FinishReason, GenerationRequest, TokenLogprob
 from swapper.geometry import kv_blocks
+
+if TYPE_CHECKING:
+    from engine.kv_keeper import KeptKv
 
 
 class Sequence:
@@ -16,6 +21,7 @@ class Sequence:
         "blocks",
         "computed",
         "computing",
+        "kept",
         "limit",
         "matcher",
         "paging",
@@ -33,6 +39,7 @@ class Sequence:
         self.limit = min(len(request.prompt) + request.sampling.max_tokens, context_length)  # tokens, at most
         self.blocks: tuple[int, ...] = ()
         self.computed = 0
+        self.kept: KeptKv | None = None  # of a suspended sequence that waits: what `blocks` held
         self.started = False
         self.submitted = submitted
         self.computing = 0.0  # seconds, as in EngineTime

@@ -131,6 +131,9 @@ class Observer(Protocol):
     def paged_out(self, model: str, pages: int, frames: int, seconds: float, reason: str, age: float) -> None:
         """`age` is the time in seconds since the model was last used."""
 
+    def suspended(self, model: str, kept_bytes: int, lost_tokens: int, seconds: float) -> None:
+        """A model's running requests were stopped for another's sake; `lost_tokens` will be computed again."""
+
     def request_started(self, model: str, waited: float, cold: bool) -> None:
         """`waited` is from arrival to Started, in seconds; `cold`: it found its model not wholly in memory."""
 

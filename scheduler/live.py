@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.request import GenerationRequest, RequestFailed, Started, Tokens
+from engine.request import GenerationRequest, RequestFailed, Started, Suspended, Tokens
 from scheduler.admitted import AdmittedRequests, again
 from scheduler.alarm import Alarm
 from scheduler.answers import LiveAnswer
@@ -238,6 +238,8 @@ class LiveScheduler:
                 self._records.paged_out(group, report)
             case protocol.PageOutFailed():
                 self._records.page_out_failed(group, report)
+            case Suspended():
+                self._observer.suspended(report.model, report.kept_bytes, report.lost_tokens, report.seconds)
 
     def _used(self, model: str | None) -> None:
         if model is not None:
@@ -298,7 +300,7 @@ class LiveScheduler:
             case actions.PageOut():
                 self._records.page_out_asked(action, self._page_out_reason(action.model))
                 self._links[action.group].send(command_of(action))
-            case actions.GrantKv() | actions.Cancel():
+            case actions.GrantKv() | actions.Suspend() | actions.Resume() | actions.Cancel():
                 self._links[action.group].send(command_of(action))
             case actions.Reject() | actions.Fail():
                 # Whose asker has had an end already (a finish that was heard while the event waited in the inbox, the

@@ -11,6 +11,8 @@ CoreReport = (
     engine.Started
     | engine.KvWanted
     | engine.KvReleased
+    | engine.Suspended
+    | engine.Resumed
     | protocol.PagedIn
     | protocol.PageInFailed
     | protocol.PagedOut
@@ -42,6 +44,10 @@ def event_of(report: CoreReport, group: str, ranks: int, at: float) -> events.Ev
             return events.KvWanted(at, group, report.model, report.frames)
         case engine.KvReleased():
             return events.KvReleased(at, group, report.model, report.epoch, report.frames)
+        case engine.Suspended():
+            return events.Suspended(at, group, report.model, report.epoch, report.kv_frames)
+        case engine.Resumed():
+            return events.Resumed(at, group, report.model, report.epoch)
         case protocol.PagedIn():
             return events.PagedIn(at, group, report.model, report.epoch, report.last)
         case protocol.PageInFailed():
@@ -56,11 +62,17 @@ def event_of(report: CoreReport, group: str, ranks: int, at: float) -> events.Ev
             return events.WorkerLost(at, group, report.message)
 
 
-def command_of(action: actions.PageOut | actions.GrantKv | actions.Cancel) -> GroupCommand:
+def command_of(
+    action: actions.PageOut | actions.GrantKv | actions.Suspend | actions.Resume | actions.Cancel,
+) -> GroupCommand:
     match action:
         case actions.PageOut():
             return protocol.PageOut(action.model, action.keep, action.epoch)
         case actions.GrantKv():
             return protocol.GrantKv(action.model, action.frames, action.epoch)
+        case actions.Suspend():
+            return protocol.Suspend(action.model, action.epoch)
+        case actions.Resume():
+            return protocol.Resume(action.model, action.kv_frames, action.epoch)
         case actions.Cancel():
             return protocol.Cancel(action.request)

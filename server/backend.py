@@ -82,6 +82,7 @@ def worker_spec(config: Config) -> WorkerSpec:
         compute_threads=cluster.compute_threads or max(1, len(os.sched_getaffinity(0)) - 1),
         max_batch_tokens=cluster.max_batch_tokens,
         max_batch_sequences=cluster.max_batch_sequences,
+        suspended_bytes=config.memory.suspended,
     )
 
 

@@ -87,6 +87,9 @@ SWAP_OUT = histogram("swap_out", "Page-outs", SWAP, model=())
 SWAP_OUT_IDLE = histogram(
     "swap_out_idle", "Age at eviction: how long a model paged out had not been used", AGE, model=()
 )
+SUSPENSION = histogram("suspension", "Suspensions of a model's running requests for another's sake", SWAP, model=())
+SUSPENSION_KEPT_BYTES = counter("suspension_kept_bytes", "Their keys and values moved to host memory", model=())
+SUSPENSION_LOST_TOKENS = counter("suspension_lost_tokens", "Their tokens that have to be computed again", model=())
 
 # ---- requests
 REQUESTS = counter("requests", "Requests that ended, by how", model=(), outcome=(*FINISHES, *get_args(Reason)))

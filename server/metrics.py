@@ -133,6 +133,11 @@ class Metrics:
         if reason == "memory" and model in self._models:
             self._taken[model] = self._clock()
 
+    def suspended(self, model: str, kept_bytes: int, lost_tokens: int, seconds: float) -> None:
+        self._observe(families.SUSPENSION, seconds, model)
+        self._count(families.SUSPENSION_KEPT_BYTES, model, by=kept_bytes)
+        self._count(families.SUSPENSION_LOST_TOKENS, model, by=lost_tokens)
+
     def request_started(self, model: str, waited: float, cold: bool) -> None:
         self._observe(families.QUEUE_TIME, waited, model)
         if cold:

@@ -61,6 +61,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         max_batch_tokens=spec.max_batch_tokens,
         max_batch_sequences=spec.max_batch_sequences,
         compute_threads=spec.compute_threads,
+        suspended_bytes=spec.suspended_bytes,
     )
     shard = Shard(
         spec,

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from engine.request import KvReleased
+from engine.request import KvReleased, Resumed, Suspended
 from swapper.errors import WorkerError
 from swapper.pager import SourceBytes
 from worker.protocol import PagedIn, PagedOut, PageInFailed, PageOutFailed, Report
 
-Answer = PagedIn | PageInFailed | PagedOut | PageOutFailed | KvReleased
+Answer = PagedIn | PageInFailed | PagedOut | PageOutFailed | KvReleased | Suspended | Resumed
 Key = TypeVar("Key")
 
 
@@ -68,6 +68,16 @@ def _combine(answers: Sequence[Answer]) -> Answer:
             epoch=first.epoch,
             frames=min(answer.frames for answer in pages_out),
             seconds=max(answer.seconds for answer in pages_out),
+        )
+    if isinstance(first, Suspended):
+        suspended = [answer for answer in answers if isinstance(answer, Suspended)]
+        return Suspended(
+            model=first.model,
+            kv_frames=max(answer.kv_frames for answer in suspended),
+            epoch=first.epoch,
+            kept_bytes=sum(answer.kept_bytes for answer in suspended),
+            lost_tokens=max(answer.lost_tokens for answer in suspended),
+            seconds=max(answer.seconds for answer in suspended),
         )
     return first
 

@@ -66,6 +66,23 @@ class GrantKv:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Stop the model's requests between two passes and give all its KV frames up. Answered by Suspended."""
+
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let them go on, with a grant of KV frames; pages may still be on their way. Answered by Resumed."""
+
+    model: str
+    kv_frames: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
     """Run a request. Its pages may still be on their way."""
 
@@ -79,7 +96,7 @@ class Cancel:
     request: str
 
 
-Command = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Serve | Cancel
+Command = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Suspend | Resume | Serve | Cancel
 
 # ---- reports (and the engine's own: see engine/request.py)
 
@@ -170,6 +187,7 @@ class WorkerSpec:
     compute_threads: int = 1
     max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass
     max_batch_sequences: int = 64
+    suspended_bytes: int = 0  # of host memory, for keys and values of suspended requests
 
 
 # ---- what the daemon's side learns about a group

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.model import ModelRunnerProtocol
-from engine.request import EngineReport, KvReleased, RequestFailed, Tokens
+from engine.request import EngineReport, KvReleased, RequestFailed, Resumed, Suspended, Tokens
 from swapper.errors import CorruptImage, GswapdError, WorkerError
 from swapper.frames import FramePool
 from swapper.host_tier import HostTier
@@ -47,7 +47,9 @@ from worker.protocol import (
     PageOut,
     PageOutFailed,
     RemoveModel,
+    Resume,
     Serve,
+    Suspend,
     WorkerSpec,
 )
 from worker.report_log import ReportLog
@@ -158,7 +160,7 @@ class Shard:
                 self._bind_ended(item.slot, item.binding)
             case PageOut():
                 self._page_out(item)
-            case GrantKv():
+            case GrantKv() | Suspend() | Resume():
                 self._grant(item)
             case Serve():
                 self._serve(item)
@@ -357,10 +359,17 @@ class Shard:
                 return
         self._engine.cancel(command.request)
 
-    def _grant(self, command: GrantKv) -> None:
+    def _grant(self, command: GrantKv | Suspend | Resume) -> None:
+        """Suspend and Resume are grants too, and like these wait for the bind, behind the requests they are about."""
         slot = self._slots.get(command.model)
         if slot is not None and slot.bound is not None:
-            self._engine.grant_kv(slot.name, command.frames, command.epoch)
+            match command:
+                case GrantKv():
+                    self._engine.grant_kv(slot.name, command.frames, command.epoch)
+                case Suspend():
+                    self._engine.suspend(slot.name, command.epoch)
+                case Resume():
+                    self._engine.resume(slot.name, command.kv_frames, command.epoch)
         elif slot is not None and not slot.failed:
             slot.deferred.append(command)
         else:
@@ -368,7 +377,7 @@ class Shard:
 
     def _drop_deferred(self, slot: ModelSlot) -> None:
         """Requests that wait for the bind go without a word; grants are answered."""
-        grants = [_holds_none(item) for item in slot.deferred if isinstance(item, GrantKv)]
+        grants = [_holds_none(item) for item in slot.deferred if not isinstance(item, Serve)]
         slot.deferred.clear()
         self._log.append(grants)
 
@@ -382,6 +391,10 @@ def _unknown(model: str) -> str:
     return f"This worker does not have a model {model}."
 
 
-def _holds_none(grant: GrantKv) -> KvReleased:
+def _holds_none(grant: GrantKv | Suspend | Resume) -> KvReleased | Suspended | Resumed:
     """A model without a module holds no KV frame, so any grant is kept."""
+    if isinstance(grant, Suspend):
+        return Suspended(grant.model, 0, grant.epoch)
+    if isinstance(grant, Resume):
+        return Resumed(grant.model, grant.epoch)
     return KvReleased(grant.model, grant.frames, grant.epoch)

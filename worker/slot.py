@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.model import ModelRunnerProtocol
 from swapper.image import Image
 from swapper.pager import PagedShard, PageInResult
-from worker.protocol import GrantKv, PageIn, Serve
+from worker.protocol import GrantKv, PageIn, Resume, Serve, Suspend
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class ModelSlot:
     page_ins: list[PageIn] = field(default_factory=list)  # begun, not ended; oldest first
     whole: PageInEnded | None = None  # the page-in of the last page has ended; the bind has not
     failed: bool = False  # the last page-in failed, and no new one was begun at page 0
-    deferred: deque[Serve | GrantKv] = field(default_factory=deque)  # what the engine gets once the model is bound
+    deferred: deque[Serve | GrantKv | Suspend | Resume] = field(
+        default_factory=deque
+    )  # what the engine gets once the model is bound
 
     @property
     def is_loading(self) -> bool:

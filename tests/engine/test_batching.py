@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from engine.batch import StepBatch
 from engine.batching import Batcher, Step
 from engine.blocks import BlockManager
+from engine.kv_keeper import HostRoom, KvKeeper
 from engine.request import EngineTime, GenerationRequest, KvReleased, KvWanted, RequestFailed, Started, Tokens
 from engine.sampling import Choice
 from swapper.frames import FramePool
-from swapper.geometry import kv_blocks, kv_frames
+from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks, kv_frames
 from swapper.host_frames import HostFramePool
 from tests.engine.fakes import FakeModel, Reports, continuation, request
 
@@ -36,7 +37,14 @@ class Bench:
     """A batcher driven pass by pass."""
 
     def __init__(
-        self, pool: FramePool, *, granted: int = FRAMES, tokens: int = 64, sequences: int = 8, context: int = 512
+        self,
+        pool: FramePool,
+        *,
+        granted: int = FRAMES,
+        tokens: int = 64,
+        sequences: int = 8,
+        context: int = 512,
+        room: HostRoom | None = None,
     ) -> None:
         self.model = FakeModel(kv_bytes_per_token=BYTES_PER_TOKEN, context_length=context)
         self.blocks = BlockManager(pool, BYTES_PER_TOKEN, kv_blocks(context) * sequences)
@@ -52,6 +60,7 @@ class Bench:
             max_batch_sequences=sequences,
             ended=self.ended.append,
             clock=lambda: 9.0,  # and everything was submitted at 0
+            keeper=KvKeeper(self.blocks.region, BYTES_PER_TOKEN * KV_BLOCK_TOKENS, room or HostRoom(0)),
         )
         self.batcher.grant(granted, 0)
 
@@ -78,7 +87,7 @@ class Bench:
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if self.batcher.is_empty:
+            if self.batcher.is_idle:
                 self.reports.emit(self.batcher.take_reports())  # of those that ended outside a pass
                 return
             assert self.step() is not None, "stuck"
@@ -157,7 +166,7 @@ def test_started_comes_with_the_first_pass_and_only_once(bench: Bench) -> None:
 def test_no_more_sequences_take_part_than_allowed(pool: FramePool) -> None:
     bench = Bench(pool, sequences=3)
     bench.add(*(request(f"r{i}", prompt(4, i), max_tokens=2 + i) for i in range(7)))
-    while not bench.batcher.is_empty:
+    while not bench.batcher.is_idle:
         assert len(lengths(bench.step())) <= 3
     assert all(bench.reports.answer(f"r{i}") == continuation(prompt(4, i), 2 + i) for i in range(7))
     bench.close()
@@ -166,7 +175,7 @@ def test_no_more_sequences_take_part_than_allowed(pool: FramePool) -> None:
 def test_every_decode_has_its_token_even_when_tokens_are_fewer_than_sequences(pool: FramePool) -> None:
     bench = Bench(pool, tokens=2, sequences=8)
     bench.add(*(request(f"r{i}", prompt(5, i)) for i in range(4)))
-    while not bench.batcher.is_empty:
+    while not bench.batcher.is_idle:
         assert sum(lengths(bench.step())) <= 2
     assert all(bench.reports.answer(f"r{i}") == continuation(prompt(5, i), 8) for i in range(4))
     bench.close()
@@ -207,7 +216,7 @@ def test_a_request_that_cannot_run_fails_with_the_reason(bench: Bench, tokens: S
     bench.add(request("a", tokens))
     assert bench.step() is None
     assert complaint in bench.reports.failed["a"]
-    assert bench.batcher.is_empty
+    assert bench.batcher.is_idle
 
 
 def test_an_answer_is_continued_behind_the_tokens_that_were_delivered(bench: Bench) -> None:

@@ -80,6 +80,7 @@ class Diary:
     def __init__(self) -> None:
         self.loads: list[LoadRecord] = []
         self.page_outs: list[tuple[str, int, int, str, float]] = []
+        self.suspensions: list[tuple[str, int, int]] = []
         self.starts: list[tuple[str, float]] = []
         self.ends: list[tuple[str, str]] = []
         self.restarts: list[str] = []
@@ -89,6 +90,9 @@ class Diary:
 
     def paged_out(self, model: str, pages: int, frames: int, seconds: float, reason: str, age: float) -> None:
         self.page_outs.append((model, pages, frames, reason, age))
+
+    def suspended(self, model: str, kept_bytes: int, lost_tokens: int, seconds: float) -> None:
+        self.suspensions.append((model, kept_bytes, lost_tokens))
 
     def request_started(self, model: str, waited: float, cold: bool) -> None:
         self.starts.append((model, waited))

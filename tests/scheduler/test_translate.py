@@ -19,6 +19,8 @@ from worker import protocol
         (engine.Started("r"), events.Started(5.0, "r")),
         (engine.KvWanted("m", 3), events.KvWanted(5.0, "g", "m", 3)),
         (engine.KvReleased("m", 3, 7), events.KvReleased(5.0, "g", "m", 7, 3)),
+        (engine.Suspended("m", 3, 7, 100, 20, 0.1), events.Suspended(5.0, "g", "m", 7, 3)),
+        (engine.Resumed("m", 7), events.Resumed(5.0, "g", "m", 7)),
         (protocol.PagedIn("m", 1, 4, 7, 0.1, {}, {}), events.PagedIn(5.0, "g", "m", 7, 4)),
         (protocol.PageInFailed("m", 7, "short"), events.PageInFailed(5.0, "g", "m", 7, "short")),
         (protocol.PagedOut("m", 2, 7, 9, 0.1), events.PagedOut(5.0, "g", "m", 7, 2)),
@@ -36,6 +38,8 @@ def test_a_report_becomes_an_event(report: object, event: events.Event) -> None:
     [
         (actions.PageOut("g", "m", 2, 7), protocol.PageOut("m", 2, 7)),
         (actions.GrantKv("g", "m", 4, 7), protocol.GrantKv("m", 4, 7)),
+        (actions.Suspend("g", "m", 7), protocol.Suspend("m", 7)),
+        (actions.Resume("g", "m", 4, 7), protocol.Resume("m", 4, 7)),
         (actions.Cancel("r", "g"), protocol.Cancel("r")),
     ],
 )

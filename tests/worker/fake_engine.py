@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.request import EngineReport, GenerationRequest, KvReleased, Started, Tokens
+from engine.request import EngineReport, GenerationRequest, KvReleased, Resumed, Started, Suspended, Tokens
 from swapper.pager import PagedShard
 
 
@@ -45,6 +45,14 @@ class FakeEngine:
     def grant_kv(self, model: str, frames: int, epoch: int) -> None:
         assert model in self.models
         self.emit([KvReleased(model, frames, epoch)])
+
+    def suspend(self, model: str, epoch: int) -> None:
+        assert model in self.models
+        self.emit([Suspended(model, len(self.running), epoch)])
+
+    def resume(self, model: str, kv_frames: int, epoch: int) -> None:
+        assert model in self.models
+        self.emit([Resumed(model, epoch)])
 
     def abort(self, model: str) -> None:
         if model not in self.models:

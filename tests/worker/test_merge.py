@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import KvReleased, Started
+from engine.request import KvReleased, Started, Suspended
 from swapper.errors import WorkerError
 from swapper.pager import SourceBytes
 from worker.merge import ReportMerger
@@ -35,6 +35,12 @@ def test_a_page_out_frees_what_every_rank_freed() -> None:
     merger = ReportMerger(2)
     merger.merge([PagedOut("a", 1, 7, frames=5, seconds=0.1)])
     assert merger.merge([PagedOut("a", 1, 7, frames=4, seconds=0.3)]) == [PagedOut("a", 1, 7, 4, 0.3)]
+
+
+def test_a_suspension_needs_the_frames_of_the_rank_that_needs_most() -> None:
+    merger = ReportMerger(2)
+    merger.merge([Suspended("a", 5, 7, kept_bytes=10, lost_tokens=3, seconds=0.1)])
+    assert merger.merge([Suspended("a", 0, 7, kept_bytes=20, seconds=0.3)]) == [Suspended("a", 5, 7, 30, 3, 0.3)]
 
 
 @pytest.mark.parametrize("answer", [KvReleased("a", 3, 1), PageInFailed("a", 1, "why"), PageOutFailed("a", 1, "why")])

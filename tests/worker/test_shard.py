@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import KvReleased, RequestFailed, Started, Tokens
+from engine.request import KvReleased, RequestFailed, Resumed, Started, Suspended, Tokens
 from swapper.errors import UnsupportedModel, WorkerError
 from tests.swapper.paging import FaultyReader
 from tests.worker.house import Gate, House, request, write_image
@@ -22,7 +22,9 @@ from worker.protocol import (
     PageOut,
     PageOutFailed,
     RemoveModel,
+    Resume,
     Serve,
+    Suspend,
 )
 
 
@@ -226,6 +228,28 @@ def test_a_bind_that_fails_between_two_page_ins_fails_the_next(house: House) -> 
     house.post(PageIn("a", 1, 3, epoch=2))
     assert house.hear() == [PageInFailed("a", 2, "The module of a cannot be built: ValueError('a defect')")]
     assert house.pool.free == house.pool.frames
+
+
+def test_a_suspension_waits_for_the_bind_behind_its_requests(house: House) -> None:
+    house.may_bind.clear()
+    house.add()
+    house.post(PageIn("a", 0, 2, epoch=1))
+    house.hear()
+    house.post(Serve(request("r")), Suspend("a", epoch=2), Resume("a", 4, epoch=3))
+    house.may_bind.set()
+    assert house.hear(3) == [Started("r"), Suspended("a", 1, 2), Resumed("a", 3)]
+
+
+def test_a_suspended_models_pages_go_and_come(house: House) -> None:
+    house.add()
+    load(house)
+    house.post(Suspend("a", epoch=2), PageOut("a", 0, epoch=3), PageIn("a", 0, 3, epoch=4), Resume("a", 4, epoch=5))
+    assert [type(report) for report in house.hear(4)] == [Suspended, PagedOut, Resumed, PagedIn]
+
+
+def test_a_model_that_is_not_there_is_suspended_already(house: House) -> None:
+    house.post(Suspend("a", epoch=2), Resume("a", 4, epoch=3))
+    assert house.hear(2) == [Suspended("a", 0, 2), Resumed("a", 3)]
 
 
 # ---- page-ins that fail

@@ -20,6 +20,8 @@ from swapper.errors import ConfigError
 from swapper.frames import FramePool
 from swapper.host_frames import HostFramePool
 from swapper.host_tier import HostTier
+from swapper.peer_frames import HostWindow
+from swapper.peers import RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
 from swapper.tier_arena import Arena, remove_orphans
@@ -47,6 +49,7 @@ class _Parts:
     reader: Reader
     reader_name: str
     copier: Copier
+    peers: Peers | None
     rehearse: Callable[[Path], object] = lambda path: None
     depth: int = 8
     run: int = 1
@@ -70,7 +73,8 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         make_engine,
         BoundModel.bind,
         rehearse=parts.rehearse,
-        tier=_open_tier(spec, parts.copier),
+        tier=_open_tier(spec, parts.copier, parts.peers),
+        peers=parts.peers,
         depth=parts.depth,
         run=parts.run,
     )
@@ -79,13 +83,17 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
 
 def _on_cpu(spec: WorkerSpec) -> _Parts:
     pool = HostFramePool(spec.frames, spec.page_bytes)
+    peers = None
+    if spec.peers:
+        ring = HostFramePool(RING_FRAMES, spec.page_bytes)
+        peers = Peers(Path(spec.peers), _name(spec), "cpu", pool, ring, HostCopier(), HostWindow)
     if spec.reader in ("auto", "pread"):
-        return _Parts("cpu", pool, PreadReader(spec.read_threads or PREAD_THREADS), "pread", HostCopier())
+        return _Parts("cpu", pool, PreadReader(spec.read_threads or PREAD_THREADS), "pread", HostCopier(), peers)
     if spec.reader == "kvikio":
         from swapper.kvikio_reader import KvikioReader
 
         kvikio = KvikioReader(spec.read_threads or PREAD_THREADS)
-        return _Parts("cpu", pool, kvikio, f"kvikio/{kvikio.source}", HostCopier())
+        return _Parts("cpu", pool, kvikio, f"kvikio/{kvikio.source}", HostCopier(), peers)
     raise ConfigError(f"There is no reader {spec.reader!r}; use pread or kvikio.")
 
 
@@ -96,10 +104,16 @@ def _on_gpu(spec: WorkerSpec) -> _Parts:
     from swapper.cuda_copier import CudaCopier
     from swapper.cuda_driver import CudaDevice
     from swapper.cuda_frames import CudaFramePool
+    from swapper.cuda_window import CudaWindow
     from swapper.kvikio_reader import KvikioReader
 
     device = CudaDevice()
+    ring = CudaFramePool(device, RING_FRAMES, spec.page_bytes) if spec.peers else None
     pool = CudaFramePool(device, gpu_frames(spec, device.free_bytes()), spec.page_bytes)
+    peers = None
+    if ring is not None:
+        window = partial(CudaWindow, device)
+        peers = Peers(Path(spec.peers), _name(spec), "cuda", pool, ring, CudaCopier(device), window)
     kvikio = KvikioReader(spec.read_threads or kvikio_threads(), device=pool.device)
     return _Parts(
         pool.device,
@@ -107,10 +121,16 @@ def _on_gpu(spec: WorkerSpec) -> _Parts:
         kvikio,
         f"kvikio/{kvikio.source}",
         CudaCopier(device),
+        peers,
         Rehearsals(pool, spec.max_batch_tokens).ask,
         GPU_DEPTH,
         GPU_RUN,
     )
+
+
+def _name(spec: WorkerSpec) -> str:
+    """By which neighbours know a worker."""
+    return f"{spec.group}-{spec.rank}"
 
 
 def gpu_frames(spec: WorkerSpec, free: int) -> int:
@@ -132,11 +152,11 @@ def kvikio_threads() -> int:
     return max(1, min(MOST_KVIKIO_THREADS, len(os.sched_getaffinity(0)) - SPARE_CORES))
 
 
-def _open_tier(spec: WorkerSpec, copier: Copier) -> HostTier | None:
+def _open_tier(spec: WorkerSpec, copier: Copier, peers: Peers | None) -> HostTier | None:
     """The host tier, and an end to those that dead workers left behind."""
     remove_orphans(keep=spec.tier_name)
     slots = spec.tier_bytes // spec.page_bytes
     if not slots:
         copier.close()
         return None
-    return HostTier(Arena(spec.tier_name, slots, spec.page_bytes), copier)
+    return HostTier(Arena(spec.tier_name, slots, spec.page_bytes), copier, peers)

@@ -181,6 +181,7 @@ class WorkerSpec:
     pool_share: float | None = None  # of a GPU's free memory: how many frames it has, instead of `frames`
     tier_bytes: int = 0  # of the host tier; 0: there is none
     tier_name: str = ""  # by which a restarted worker finds its host tier
+    peers: str = ""  # the directory in which the workers of a node meet, to lend to each other; "": they do not
     verify: bool = False
     reader: str = "auto"  # or "pread", "kvikio"
     read_threads: int | None = None  # as many as suit the reader

@@ -31,6 +31,7 @@ from swapper.frames import FramePool
 from swapper.host_tier import HostTier
 from swapper.image import Image
 from swapper.pager import PagedShard, PageInResult, Pager
+from swapper.peers import Peers
 from swapper.readers import Reader
 from worker.inbox import Inbox
 from worker.protocol import (
@@ -80,6 +81,7 @@ class Shard:
         *,
         rehearse: Callable[[Path], object] = lambda path: None,
         tier: HostTier | None = None,
+        peers: Peers | None = None,
         depth: int = 8,
         run: int = 1,
     ) -> None:
@@ -94,7 +96,9 @@ class Shard:
         self._rehearse = rehearse
         self._log = ReportLog()
         self._engine = make_engine(self._log.append)
-        self._pager = Pager(pool, reader, tier=tier, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce)
+        self._pager = Pager(
+            pool, reader, tier=tier, peers=peers, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce
+        )
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from engine.workspace import WORKSPACE_BYTES
 from swapper.errors import ConfigError
 from tests.swapper.gpu import LACKING
 from tests.swapper.paging import PAGE, PATIENCE
+from tests.swapper.stations import until
 from tests.swapper.tiers import new_name
 from worker.assembly import gpu_frames, open_shard
 from worker.client import _device
@@ -35,6 +37,16 @@ def test_the_heartbeat_tells_of_the_host_tier() -> None:
     assert (status.slots, status.ready, status.used) == (3, 3, 0)
     shard.close()
     tier.close()
+
+
+def test_workers_of_a_node_meet_in_the_directory_that_they_are_told(tmp_path: Path) -> None:
+    shards = [open_shard(replace(SPEC, rank=rank, peers=str(tmp_path / "peers")))[0] for rank in (0, 1)]
+    for shard, other in zip(shards, ("g-1", "g-0"), strict=True):
+        peers = shard._pager._peers
+        assert peers is not None
+        until(lambda peers=peers, other=other: [link.name for link in peers.links if link.is_usable] == [other])
+    for shard in shards:
+        shard.close()
 
 
 def test_what_cannot_read_into_a_gpu_is_refused() -> None:

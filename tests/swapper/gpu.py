@@ -25,6 +25,10 @@ def _lacking() -> str | None:
 
 
 LACKING = _lacking()
+needs_two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(LACKING is not None or not Path("/dev/nvidia1").exists(), reason=LACKING or "one GPU only"),
+]
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(LACKING is not None, reason=LACKING or "")]
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.swapper.paging import Outcome, data_of, resident_bytes
+from tests.swapper.gpu import needs_two_gpus
+from tests.swapper.paging import Outcome, data_of
 from tests.swapper.stations import Neighbour, Station, until
 
 TAGS = list(range(1, 33))  # a model of 32 pages
@@ -25,17 +26,21 @@ def neighbours_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swapper.peers.LOOK_INTERVAL", 0.02)
 
 
-@pytest.fixture
-def station(tmp_path: Path) -> Iterator[Station]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+def station(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Station]:
     """This process's, whose host tier has room for the model."""
-    with Station("here", tmp_path, FRAMES, tier_slots=len(TAGS)) as station:
+    with Station("here", tmp_path, FRAMES, request.param, len(TAGS)) as station:
         yield station
 
 
 @pytest.fixture
 def neighbour(station: Station) -> Iterator[Neighbour]:
-    with Neighbour("there", station.directory, FRAMES) as neighbour:
+    with start(station) as neighbour:
         yield neighbour
+
+
+def start(station: Station) -> Neighbour:
+    return Neighbour("there", station.directory, FRAMES, station.device)
 
 
 def in_host_tier(station: Station) -> Station:
@@ -52,7 +57,7 @@ def swap(station: Station) -> dict[str, int]:
     """Page the model in and out; every byte is right."""
     shard = station.pager._shard("model")
     sources = station.bring_in(shard)
-    assert resident_bytes(shard) == data_of(TAGS, TAIL)
+    assert station.bytes_of(shard) == data_of(TAGS, TAIL)
     assert sum(sources.values()) == len(TAGS)
     station.pager.page_out("model", 0)
     return sources
@@ -62,10 +67,10 @@ def test_pages_that_a_neighbour_holds_are_copied_from_its_frames(station: Statio
     neighbour.tell("in", "model", 1, 2, 3, 4)
     station.meet("there")
     shard = station.know("model", [1, 2, 9, 4, 2])
-    assert station.bring_in(shard) == {"peer": 3, "page_cache": 1, "alias": 1}
-    assert resident_bytes(shard) == data_of([1, 2, 9, 4, 2])
+    assert station.bring_in(shard) == {"alias": 1, "peer": 3, "storage": 1}
+    assert station.bytes_of(shard) == data_of([1, 2, 9, 4, 2])
     assert neighbour.tell("out", "model") == "4", "all frames were given back"
-    assert resident_bytes(shard) == data_of([1, 2, 9, 4, 2]), "what was copied stays"
+    assert station.bytes_of(shard) == data_of([1, 2, 9, 4, 2]), "what was copied stays"
 
 
 def test_pages_that_came_from_a_neighbour_are_kept_in_the_host_tier(station: Station, neighbour: Neighbour) -> None:
@@ -78,11 +83,11 @@ def test_pages_that_came_from_a_neighbour_are_kept_in_the_host_tier(station: Sta
 
 
 def test_two_workers_lend_to_each_other(station: Station, neighbour: Neighbour) -> None:
-    assert neighbour.tell("in", "theirs", 1, 2) == "{'page_cache': 2}"
+    assert neighbour.tell("in", "theirs", 1, 2) == "{'storage': 2}"
     station.meet("there")
-    assert station.bring_in(station.know("ours", [1, 3])) == {"peer": 1, "page_cache": 1}
+    assert station.bring_in(station.know("ours", [1, 3])) == {"peer": 1, "storage": 1}
     neighbour.tell("meet", "here")
-    assert neighbour.tell("in", "more", 3, 4) == "{'page_cache': 1, 'peer': 1}"
+    assert neighbour.tell("in", "more", 3, 4) == "{'peer': 1, 'storage': 1}"
 
 
 def test_an_idle_neighbour_stages_a_share_of_the_host_tiers_pages(station: Station, neighbour: Neighbour) -> None:
@@ -96,7 +101,7 @@ def test_a_neighbour_that_is_killed_costs_nothing_but_its_help(station: Station,
     in_host_tier(station)
     neighbour.kill()
     for delay in (0.0, 0.001, 0.003, 0.006, 0.01):
-        with Neighbour("there", station.directory, FRAMES) as other:
+        with start(station) as other:
             other.tell("in", "half", *TAGS[::2])
             station.meet("there", staging=True)
             killer = threading.Timer(delay, other.send, (signal.SIGKILL,))
@@ -139,7 +144,7 @@ def test_what_a_hanging_neighbour_does_late_touches_no_page(station: Station, ne
         station.bring_in(other)
         neighbour.send(signal.SIGCONT)
         until(lambda: link.can_stage)
-        assert resident_bytes(other) == data_of(TAGS[::-1])
+        assert station.bytes_of(other) == data_of(TAGS[::-1])
         station.pager.close("other")
 
 
@@ -149,6 +154,6 @@ def test_a_neighbour_comes_back(station: Station, neighbour: Neighbour) -> None:
     neighbour.kill()
     until(lambda: station.link("there") is None)
     assert swap(station) == {"host": len(TAGS)}
-    with Neighbour("there", station.directory, FRAMES):
+    with start(station):
         station.meet("there", staging=True)
         assert "fan_in" in swap(station)

@@ -54,10 +54,11 @@ class ServedModel:
     path: str
     identity: str  # of the image: see swapper.image.Image
     page_bytes: int
-    page_hashes: tuple[tuple[str, ...], ...]  # a rank, a page
+    page_hashes: tuple[tuple[str, ...], ...]  # a rank, a page; as many pages for every rank
     nbytes: int  # of all ranks' data
     kv_bytes_per_token: int
     context_length: int
+    pp: int = 1  # pipeline stages of its mesh
 
 
 ModelState = Literal["absent", "loading", "resident", "partial", "evicting", "failed"]

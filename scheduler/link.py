@@ -17,10 +17,6 @@ class GroupLink:
         self._introduced: set[str] = set()  # models that the group's present workers were told of
         self._commands: list[GroupCommand] = []
 
-    @property
-    def ranks(self) -> int:
-        return len(self.client.workers)
-
     def send(self, command: GroupCommand) -> None:
         self._commands.append(command)
 

@@ -223,7 +223,7 @@ class LiveScheduler:
                     self._used(self._requests.heard_failure(report))
                 case _:
                     self._note(name, report)
-                    self._inbox.put(event_of(report, name, self._links[name].ranks, self._clock()))
+                    self._inbox.put(event_of(report, name, self._clock()))
 
     def _note(self, group: str, report: CoreReport) -> None:
         """Keep what people want to know and the core does not."""

@@ -33,10 +33,11 @@ def model_spec(model: ServedModel) -> events.ModelSpec:
             tuple(int(page_hash, 16) << _RANK_BITS | rank for page_hash in shard)
             for rank, shard in enumerate(model.page_hashes)
         ),
+        pp=model.pp,
     )
 
 
-def event_of(report: CoreReport, group: str, ranks: int, at: float) -> events.Event:
+def event_of(report: CoreReport, group: str, at: float) -> events.Event:
     match report:
         case engine.Started():
             return events.Started(at, report.request)
@@ -57,7 +58,7 @@ def event_of(report: CoreReport, group: str, ranks: int, at: float) -> events.Ev
         case protocol.PageOutFailed():
             return events.PageOutFailed(at, group, report.model, report.epoch, report.message)
         case protocol.GroupUp():
-            return events.WorkerUp(at, group, report.frames, ranks)
+            return events.WorkerUp(at, group, report.frames, report.tp * report.pp, report.pp)
         case protocol.GroupLost():
             return events.WorkerLost(at, group, report.message)
 

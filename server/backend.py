@@ -1,8 +1,9 @@
-"""What the server stands on: a Ray, one group of workers, and the scheduler that drives them."""
+"""What the server stands on: a Ray, groups of workers, and the scheduler that drives them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -10,15 +11,14 @@ from blake3 import blake3
 from scheduler.core.config import CoreConfig
 from scheduler.interface import Observer
 from scheduler.live import LiveScheduler
-from server.config import Config
+from server.config import Config, GroupConfig
 from swapper.errors import WorkerError
 from swapper.tier_arena import remove_arena
-from worker.client import WorkerClient
 from worker.cluster import Cluster
-from worker.group import Worker, WorkerGroup
+from worker.group import WorkerGroup
+from worker.place import Place
 from worker.protocol import WorkerSpec
 
-GROUP = "default"
 EXTENT_BYTES = {"cpu": 160 << 20, "cuda": 1280 << 20}
 """About what is read into frames in 25 ms: how far page-ins are decided ahead."""
 
@@ -30,21 +30,31 @@ class RayBackend:
 
     def __init__(self, config: Config, observer: Observer) -> None:
         self._ray_address = config.cluster.ray_address
-        self._spec = worker_spec(config)
+        self._specs = [worker_specs(config, group) for group in config.cluster.groups]
         self._cluster: Cluster | None = None
-        group = WorkerGroup(
-            GROUP,
-            [self._spec],
-            self._make_worker,
-            heartbeat_timeout=config.timeouts.heartbeat,
-            stall_timeout=config.timeouts.stall,
-        )
-        self.scheduler = LiveScheduler([group], core_config(config), observer)
+        groups = [
+            WorkerGroup(
+                specs[0].group,
+                specs,
+                self._take_place,
+                heartbeat_timeout=config.timeouts.heartbeat,
+                stall_timeout=config.timeouts.stall,
+            )
+            for specs in self._specs
+        ]
+        self.scheduler = LiveScheduler(groups, core_config(config), observer)
 
     async def start(self) -> None:
-        """Returns once the group is up. Raises WorkerError."""
+        """Returns once the groups are up. Raises WorkerError.
+
+        A Ray that was joined may grow: there, a group that finds no place is waited for, beside one that did.
+        """
         self._cluster = await Cluster.start(self._ray_address)
         await self.scheduler.start()
+        workers = self.scheduler.workers()
+        down = [worker for worker in workers if worker.state != "up"]
+        if down and (self._cluster.is_private or len(down) == len(workers)):
+            raise WorkerError(f"{down[0].reason}. Make cluster.groups smaller.")
 
     async def watch(self) -> None:
         """Raises WorkerError if what the workers stand on is lost, which nothing but a new daemon mends."""
@@ -52,38 +62,59 @@ class RayBackend:
         await self._cluster.watch()
 
     async def stop(self) -> None:
-        """Returns once the workers are gone, and with them a private Ray and the host tier's memory."""
+        """Returns once the workers are gone, and with them a private Ray and the host tiers' memory."""
         await self.scheduler.stop()
         if self._cluster is not None:
             await self._cluster.stop()
-        remove_arena(self._spec.tier_name)
+        for specs in self._specs:
+            for spec in specs:
+                remove_arena(spec.tier_name)
 
-    def _make_worker(self, spec: WorkerSpec) -> Worker:
+    async def _take_place(self, specs: Sequence[WorkerSpec]) -> Place:
         if self._cluster is None:
             raise WorkerError("The cluster has not been started.")
-        return WorkerClient(self._cluster, spec)
+        return await Place.take(self._cluster, specs)
 
 
-def worker_spec(config: Config) -> WorkerSpec:
-    cluster = config.cluster
-    return WorkerSpec(
-        group=GROUP,
-        rank=0,
-        frames=config.memory.frames,
-        page_bytes=config.memory.page,
-        device=cluster.device,
-        pool_share=config.memory.gpu_share,
-        tier_bytes=config.memory.host_tier,
-        tier_name=f"{blake3(str(config.store.resolve()).encode()).hexdigest(8)}-{GROUP}-0",
-        verify=cluster.verify,
-        reader=cluster.reader,
-        read_threads=cluster.read_threads,
-        # A core is left to the daemon: threads that wait for a busy one slow every step down.
-        compute_threads=cluster.compute_threads or max(1, len(os.sched_getaffinity(0)) - 1),
-        max_batch_tokens=cluster.max_batch_tokens,
-        max_batch_sequences=cluster.max_batch_sequences,
-        suspended_bytes=config.memory.suspended,
+def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
+    """What each rank of a group is started with."""
+    cluster, memory = config.cluster, config.memory
+    size = memory if group.pool is None else group
+    # A share of a machine's memory is for all workers on it; a GPU's is for the one that has the GPU.
+    pool = memory.pool if group.pool is None else group.pool
+    sharing = 1 if size.gpu_share is None else group.ranks if size is group else cluster.ranks
+    cores = len(os.sched_getaffinity(0))
+    return tuple(
+        WorkerSpec(
+            group=group.name,
+            rank=rank,
+            frames=max(1, pool // sharing // memory.page),
+            page_bytes=memory.page,
+            tp=group.tp,
+            pp=group.pp,
+            node=group.node,
+            device=group.device or cluster.device,
+            pool_share=size.gpu_share,
+            tier_bytes=memory.host_tier if group.host_tier is None else group.host_tier,
+            tier_name=_tier_name(config, group, rank),
+            tiers=frozenset(_tier_name(config, its, r) for its in cluster.groups for r in range(its.ranks)),
+            store=str(config.store.resolve()),
+            verify=cluster.verify,
+            reader=cluster.reader,
+            read_threads=cluster.read_threads,
+            # A core is left to the daemon: threads that wait for a busy one slow every step down.
+            compute_threads=cluster.compute_threads or max(1, (cores - 1) // cluster.ranks),
+            max_batch_tokens=cluster.max_batch_tokens,
+            max_batch_sequences=cluster.max_batch_sequences,
+            suspended_bytes=memory.suspended,
+        )
+        for rank in range(group.ranks)
     )
+
+
+def _tier_name(config: Config, group: GroupConfig, rank: int) -> str:
+    """A restarted worker finds its tier by it, and so does the next daemon of the same store."""
+    return f"{blake3(str(config.store.resolve()).encode()).hexdigest(8)}-{group.name}-{rank}"
 
 
 def core_config(config: Config) -> CoreConfig:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from blake3 import blake3
+
 from scheduler.interface import Scheduler, ServedModel
-from server.config import ModelConfig
+from server.config import GroupConfig, ModelConfig
 from swapper.errors import CorruptImage, ModelNotFound, Refused, StoreError
 from swapper.image import MANIFEST, Image
 from swapper.store import Store, StoreVersion
@@ -55,6 +57,16 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_ino
 
 
+def _page_hashes(image: Image, page_bytes: int) -> tuple[tuple[str, ...], ...]:
+    """For each rank. Ranks move in lockstep: one with fewer pages than another counts as if it had as many."""
+    hashes = [shard.page_hashes(page_bytes) for shard in image.manifest.shards]
+    most = max(map(len, hashes))
+    return tuple(
+        (*its, *(blake3(f"{image.identity} {rank} {page}".encode()).hexdigest() for page in range(len(its), most)))
+        for rank, its in enumerate(hashes)
+    )
+
+
 class Catalog:
     """The models that are served, by name and alias. Belongs to the event loop; only the store is read in a thread."""
 
@@ -64,6 +76,7 @@ class Catalog:
         scheduler: Scheduler,
         configs: Mapping[str, ModelConfig],
         page_bytes: int,
+        groups: Sequence[GroupConfig],
         watcher: Watcher,
     ) -> None:
         self.models: dict[str, CatalogModel] = {}
@@ -72,6 +85,7 @@ class Catalog:
         self._scheduler = scheduler
         self._configs = configs
         self._page_bytes = page_bytes
+        self._groups = groups
         self._watcher = watcher
         self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
         self._colliding: frozenset[str] = frozenset()  # aliases that are also names in the store
@@ -192,10 +206,11 @@ class Catalog:
     def _describe(self, name: str, image: Image) -> Found:
         stamp = _stamp(image.path)
         manifest = image.manifest
-        if manifest.tp * manifest.pp != 1:
+        if not any((group.tp, group.pp) == (manifest.tp, manifest.pp) for group in self._groups):
+            shapes = ", ".join(f"{group.name} has tp {group.tp}, pp {group.pp}" for group in self._groups)
             raise StoreError(
-                f"It is packed for a {manifest.tp}×{manifest.pp} mesh and the group has one worker. "
-                "Remove it and add it again with --tp 1 --pp 1."
+                f"It is packed for tp {manifest.tp}, pp {manifest.pp}, and no group has that shape ({shapes}). "
+                "Configure one in cluster.groups, or remove the model and add it again for a shape that there is."
             )
         model = CatalogModel(
             name=name,
@@ -210,10 +225,11 @@ class Catalog:
             path=str(image.path),
             identity=image.identity,
             page_bytes=self._page_bytes,
-            page_hashes=tuple(shard.page_hashes(self._page_bytes) for shard in manifest.shards),
+            page_hashes=_page_hashes(image, self._page_bytes),
             nbytes=sum(shard.nbytes for shard in manifest.shards),
             kv_bytes_per_token=manifest.kv_bytes_per_token,
             context_length=manifest.context_length,
+            pp=manifest.pp,
         )
         return model, served
 

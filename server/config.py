@@ -111,8 +111,29 @@ GPU_POOL_SHARE = 0.8
 """Of a GPU's free memory, where `memory.pool` is left to us. The rest is for activations, graphs and libraries."""
 
 
-class MemoryConfig(Section):
-    """The frame pool of each worker, and its host tier. On a GPU, a share is of what is free there (by default 80%)."""
+class PoolSection(Section):
+    """A section with a `pool`: how much memory a GPU has is known to its worker alone, so that is told the share."""
+
+    _pool_share: float | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_share(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        config = validate(value)
+        if isinstance(value, dict):
+            config._pool_share = _share(value.get("pool"))
+        return config
+
+    @property
+    def gpu_share(self) -> float | None:
+        """The share of a GPU's free memory that makes the pool; None where the pool has a size."""
+        return self._pool_share
+
+
+class MemoryConfig(PoolSection):
+    """The frame pool of each worker, and its host tier. On a GPU, a share is of what is free there (by default 80%);
+    on a CPU, of what is free on the machine, for all workers together.
+    """
 
     pool: Size = Field(default="50%", ge=GRANULE_BYTES)  # type: ignore[assignment]  # validated, so it ends as an int
     page: Size = Field(default=DEFAULT_PAGE_BYTES, ge=GRANULE_BYTES)
@@ -120,17 +141,6 @@ class MemoryConfig(Section):
     suspended: Size = Field(
         default=512 << 20, ge=0, description="host memory of a worker for keys and values of suspended requests"
     )
-
-    _pool_share: float | None = PrivateAttr(default=None)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _remember_share(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """How much memory a GPU has is known to its worker alone, so that is told the share."""
-        config = validate(value)
-        if isinstance(value, dict):
-            config._pool_share = _share(value.get("pool"))
-        return config
 
     @model_validator(mode="after")
     def _whole_pages(self) -> MemoryConfig:
@@ -144,25 +154,56 @@ class MemoryConfig(Section):
     def frames(self) -> int:
         return self.pool // self.page
 
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class GroupConfig(PoolSection):
+    """A mesh of workers, one a GPU, which serves the models that were added with the same `--tp` and `--pp`."""
+
+    name: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    tp: int = Field(default=1, ge=1, le=64, description="tensor-parallel ranks")
+    pp: int = Field(default=1, ge=1, le=64, description="pipeline stages")
+    device: Device | None = Field(default=None, description="otherwise `cluster.device`")
+    node: str | None = Field(default=None, description="address of the Ray node to run on; otherwise any")
+    pool: Size | None = Field(default=None, ge=GRANULE_BYTES, description="otherwise `memory.pool`")
+    host_tier: Size | None = Field(default=None, ge=0, description="otherwise `memory.host_tier`")
+
     @property
-    def gpu_share(self) -> float | None:
-        """The share of a GPU's free memory that makes the pool; None where the pool has a size."""
-        return self._pool_share
+    def ranks(self) -> int:
+        return self.tp * self.pp
 
 
 class ClusterConfig(Section):
     """The workers and how they are started."""
 
+    groups: tuple[GroupConfig, ...] = Field(default=(GroupConfig(),), min_length=1, description="see below")
     ray_address: str | None = Field(default=None, description="join this Ray; otherwise a private one is started")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU where there is one")
+    device: Device = Field(default="auto", description="auto: a GPU where there is one")
     verify: bool = Field(default=False, description="check the hash of every page that is read")
     reader: Literal["auto", "pread", "kvikio"] = Field(default="auto", description="auto: kvikio on a GPU, else pread")
     read_threads: int | None = Field(
         default=None, ge=1, le=256, description="by default 4; with a GPU two less than cores, 16 at most"
     )
-    compute_threads: int | None = Field(default=None, ge=1, description="by default one less than there are cores")
+    compute_threads: int | None = Field(
+        default=None, ge=1, description="by default one less than there are cores, shared among the workers"
+    )
     max_batch_tokens: int = Field(default=512, ge=16)
     max_batch_sequences: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _groups_can_be(self) -> ClusterConfig:
+        names = [group.name for group in self.groups]
+        for group in self.groups:
+            if names.count(group.name) > 1:
+                raise ValueError(f"groups: {group.name!r} is there twice; every group needs a name of its own")
+            if group.node is not None and self.ray_address is None:
+                raise ValueError(f"groups: {group.name!r} names a node, but without ray_address there is one only")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        return sum(group.ranks for group in self.groups)
 
 
 class SchedulerConfig(Section):
@@ -218,6 +259,13 @@ class Config(BaseSettings):
     scheduler: SchedulerConfig = SchedulerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _pools_hold_a_page(self) -> Config:
+        for group in self.cluster.groups:
+            if group.pool is not None and group.pool < self.memory.page:
+                raise ValueError(f"cluster.groups: the pool of {group.name!r} must hold at least one memory.page")
+        return self
 
     @model_validator(mode="after")
     def _aliases_are_unique(self) -> Config:

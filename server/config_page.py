@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from server.config import Config, ModelConfig, Section
+from server.config import Config, GroupConfig, ModelConfig, Section
 
 MIB = 1 << 20
 
@@ -33,6 +33,7 @@ def page() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
             parts.append(_section(f"## {name}", section, name, f"GSWAPD_{name.upper()}__"))
+    parts.append(_section("## cluster.groups[]", GroupConfig, "cluster.groups[]", ""))
     parts.append(_section("## models.NAME", ModelConfig, "models.NAME", ""))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -63,6 +64,8 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value in ((), {}):
         return "none"
+    if isinstance(value, tuple):
+        return "`[{}]`"
     if isinstance(value, int) and value >= MIB and value % MIB == 0:
         return f"`{value // MIB}MiB`"
     return f"`{value}`"

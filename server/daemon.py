@@ -105,7 +105,9 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
     signals = Signals()
     signals.listen()
     metrics.watch(backend.scheduler, config.scheduler.wait_bound)
-    catalog = Catalog(Store(config.store), backend.scheduler, config.models, config.memory.page, metrics)
+    catalog = Catalog(
+        Store(config.store), backend.scheduler, config.models, config.memory.page, config.cluster.groups, metrics
+    )
     service = Service(config, backend.scheduler, catalog, Tokenizers(config.server.tokenizer_threads), metrics)
     http = HttpServer(service)
     serving = asyncio.create_task(http.serve([listener]), name="http")

@@ -15,6 +15,7 @@
     ├── PageInAborted         a wait for pages ended because its page-in failed or was given up
     ├── ConfigError           configuration is wrong: the message names the field
     ├── WorkerError           a worker cannot start, or does not answer
+    │   └── NoPlace           Ray has no room for a group's workers, now or at all
     └── Refused               the scheduler will not do what was asked; it carries a reason for machines
 
 How they become HTTP answers is written in one place, `server/errors.py`.
@@ -79,6 +80,10 @@ class ConfigError(GswapdError):
 
 class WorkerError(GswapdError):
     """A worker cannot start or does not answer."""
+
+
+class NoPlace(WorkerError):
+    """Ray has no room for a group's workers."""
 
 
 class Refused(GswapdError):

@@ -67,6 +67,14 @@ class Store:
                 raise
         raise self._not_found(name)
 
+    def identities(self) -> dict[str, str]:
+        """The identity of each image that can be read: stores are copies of one another if these are equal."""
+        found = {}
+        for entry, _ in self._entries():
+            with suppress(CorruptImage):
+                found[unquote(entry)] = Image.identity_at(self._models / entry)
+        return found
+
     def version(self) -> StoreVersion:
         """A cheap token that changes whenever a model comes or goes.
 

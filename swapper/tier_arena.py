@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 from blake3 import blake3
@@ -121,9 +122,10 @@ class Arena:
         os.pwrite(self._fd, header, 0)
 
 
-def remove_orphans(keep: str, directory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove this user's arenas that no process owns, but for the one named `keep`; returns them."""
-    return [path for path in directory.glob(f"{PREFIX}*") if path.name != f"{PREFIX}{keep}" and _remove(path)]
+def remove_orphans(keep: Collection[str], directory: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove this user's arenas that no process owns, but for those named in `keep`; returns them."""
+    arenas = directory.glob(f"{PREFIX}*")
+    return [path for path in arenas if path.name.removeprefix(PREFIX) not in keep and _remove(path)]
 
 
 def remove_arena(name: str, directory: Path = SHARED_MEMORY) -> bool:

@@ -8,6 +8,7 @@ do not make it: commands keep their order.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -39,9 +40,15 @@ class GswapdWorker:
         self._shard: Shard
 
     @_in_group("control")
-    def identify(self) -> tuple[int, str]:
-        """This process's id and its Ray node's. Asked first: one that hangs in `open` must be killed."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def identify(self) -> tuple[int, str, str]:
+        """This process's id, its Ray node's id, and an address here at which nobody listens.
+
+        Asked first: one that hangs in `open` must be killed, and `open` wants to know where the leader listens.
+        """
+        host = ray.util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            return os.getpid(), ray.get_runtime_context().get_node_id(), f"{host}:{probe.getsockname()[1]}"
 
     @_in_group("control")
     def open(self, spec: WorkerSpec) -> WorkerReady:

@@ -7,6 +7,7 @@ ready, and not when the first request waits. What only a GPU needs is imported w
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from swapper.peer_frames import HostWindow
 from swapper.peers import RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
+from swapper.store import Store
 from swapper.tier_arena import Arena, remove_orphans
 from worker.protocol import WorkerReady, WorkerSpec
 from worker.shard import Shard
@@ -57,6 +59,7 @@ class _Parts:
 
 def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
     """Raises ConfigError when the machine cannot give what the spec asks for."""
+    _check_store(spec)
     parts = _on_gpu(spec) if spec.device == "cuda" else _on_cpu(spec)
     make_engine = partial(
         Engine,
@@ -79,6 +82,18 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         run=parts.run,
     )
     return shard, WorkerReady(device=parts.device, reader=parts.reader_name, frames=parts.pool.frames)
+
+
+def _check_store(spec: WorkerSpec) -> None:
+    """A model is found at the same path on every node: each has a copy of the store, or all share one."""
+    if not spec.images:
+        return
+    here = Store(spec.store).identities()
+    if wrong := [name for name, identity in spec.images.items() if here.get(name) != identity]:
+        raise ConfigError(
+            f"The store {spec.store} on node {platform.node()} lacks {', '.join(wrong)}, or has other images of that "
+            "name. Copy the daemon's store to every node, to the same path, or let them share it."
+        )
 
 
 def _on_cpu(spec: WorkerSpec) -> _Parts:
@@ -154,7 +169,7 @@ def kvikio_threads() -> int:
 
 def _open_tier(spec: WorkerSpec, copier: Copier, peers: Peers | None) -> HostTier | None:
     """The host tier, and an end to those that dead workers left behind."""
-    remove_orphans(keep=spec.tier_name)
+    remove_orphans(keep=spec.tiers | {spec.tier_name})
     slots = spec.tier_bytes // spec.page_bytes
     if not slots:
         copier.close()

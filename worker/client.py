@@ -7,11 +7,9 @@ and notices that one must be, is the group (`worker/group.py`).
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -19,6 +17,7 @@ import ray
 from ray.exceptions import PendingCallsLimitExceeded, RayActorError, RayError, RayTaskError
 
 from swapper.errors import WorkerError
+from swapper.store import Store
 from worker.actor import actor_class
 from worker.cluster import Cluster
 from worker.protocol import Batch, Command, WorkerReady, WorkerSpec
@@ -28,45 +27,50 @@ START_TIMEOUT = 120.0
 
 KILL_TIMEOUT = 10.0
 
-GPU_PACKAGES = ("cuda.bindings", "kvikio")
-
-logger = logging.getLogger(__name__)
-
 
 class WorkerClient:
-    def __init__(self, cluster: Cluster, spec: WorkerSpec) -> None:
+    """Implements `worker.group.Worker`."""
+
+    def __init__(self, cluster: Cluster, spec: WorkerSpec, options: dict[str, Any]) -> None:
+        """`options` are the actor's: where it runs and what it takes (`worker/place.py`)."""
         self.spec = spec
         self.pid: int | None = None
+        self.node = ""
         self._cluster = cluster
+        self._options = options
         self._actor: Any = None
         self._process: psutil.Process | None = None  # when it is on this machine
 
-    async def start(self) -> WorkerReady:
-        """Start the process and its shard. Raises WorkerError with the reason when that fails."""
+    async def start(self) -> str:
+        """Start the process; returns an address of its node at which nobody listens. Raises WorkerError."""
+        async with self._starting():
+            self._actor = actor_class(self.spec.group, self.spec.rank).options(**self._options).remote()
+            identity: tuple[int, str, str] = await self._actor.identify.remote()
+        self.pid, node, address = identity
+        self.node = address.rpartition(":")[0]
+        if node == self._cluster.node:
+            with suppress(psutil.NoSuchProcess):  # died at once: `open` will say so
+                self._process = psutil.Process(self.pid)
+        return address
+
+    async def open(self, rendezvous: str) -> WorkerReady:
+        """Have the process make its shard. Raises WorkerError with the reason when that fails."""
+        spec = replace(self.spec, rendezvous=rendezvous)
+        if self._process is None:  # on another node
+            spec = replace(spec, images=await asyncio.to_thread(Store(spec.store).identities))
+        async with self._starting():
+            ready: WorkerReady = await self._actor.open.remote(spec)
+            return ready
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """What may go wrong in a start, as a sentence, and a bound on it."""
         name = f"worker {self.spec.group}/{self.spec.rank}"
-        self.spec = spec = replace(self.spec, device=_device(self.spec.device, self._cluster.has_gpu))
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                self._actor = (
-                    actor_class(self.spec.group, self.spec.rank)
-                    .options(
-                        # A private Ray has nothing to share out; a joined one must know what we take.
-                        num_cpus=0 if self._cluster.is_private else spec.compute_threads,
-                        num_gpus=1 if spec.device == "cuda" else 0,
-                    )
-                    .remote()
-                )
-                self.pid, node = await self._actor.identify.remote()
-                if node == self._cluster.node:
-                    with suppress(psutil.NoSuchProcess):  # died at once: `open` will say so
-                        self._process = psutil.Process(self.pid)
-                ready: WorkerReady = await self._actor.open.remote(spec)
-                return ready
+                yield
         except TimeoutError:
-            raise WorkerError(
-                f"{name} did not start within {START_TIMEOUT:.0f} s; the cluster may lack the "
-                f"{spec.compute_threads} free CPUs {'or the GPU ' if spec.device == 'cuda' else ''}it asks for"
-            ) from None
+            raise WorkerError(f"{name} did not start within {START_TIMEOUT:.0f} s") from None
         except RayError as error:
             raise WorkerError(f"{name} could not start: {_reason(error)}") from error
 
@@ -102,26 +106,6 @@ class WorkerClient:
         """Return once Ray says that the actor is dead, wherever it was."""
         with suppress(RayActorError):
             await self._actor.identify.remote()
-
-
-def _device(wanted: str, has_gpu: bool) -> str:
-    """What `auto` means here; anything else means what it says."""
-    if wanted != "auto" or not has_gpu:
-        return "cpu" if wanted == "auto" else wanted
-    if missing := [package for package in GPU_PACKAGES if not _is_installed(package)]:
-        logger.warning(
-            "There is a GPU, but %s is not installed: workers use the CPU. Install it with: pip install 'gswapd[gpu]'",
-            " and ".join(missing),
-        )
-        return "cpu"
-    return "cuda"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even the package that it is part of
-        return False
 
 
 def _kill(process: psutil.Process) -> None:

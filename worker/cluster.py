@@ -18,11 +18,11 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swapper.errors import WorkerError
 from worker import reaper
@@ -43,15 +43,16 @@ _SOCKET_ROOM = 40  # bytes of a directory's name that leave room for Ray's socke
 
 _environment_lock = threading.Lock()
 
+Result = TypeVar("Result")
+
 
 class Cluster:
     """A running Ray. Made by `start`; one a process, as Ray has it."""
 
-    def __init__(self, thread: ThreadPoolExecutor, private: PrivateRay | None, node: str, has_gpu: bool) -> None:
+    def __init__(self, thread: ThreadPoolExecutor, private: PrivateRay | None, node: str) -> None:
         self._thread = thread
         self._private = private
         self.node = node  # Ray's id of the node the daemon itself is on
-        self.has_gpu = has_gpu  # whether Ray has GPUs to give
         self.is_private = private is not None
 
     @staticmethod
@@ -64,6 +65,29 @@ class Cluster:
         except BaseException:
             thread.shutdown(wait=False)
             raise
+
+    @staticmethod
+    async def call(function: Callable[..., Result], *arguments: Any) -> Result:
+        """A call into Ray that waits for its control process, beside the event loop.
+
+        If that process is gone, the call ends after a minute: whoever stops waiting leaves it to a thread that keeps
+        nothing from ending.
+        """
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
+
+        def tell(outcome: Callable[[Any], None], value: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(lambda: None if result.done() else outcome(value))
+
+        def run() -> None:
+            try:
+                tell(result.set_result, function(*arguments))
+            except Exception as error:  # noqa: BLE001 – whoever waits for the result gets it
+                tell(result.set_exception, error)
+
+        threading.Thread(target=run, name="ray call", daemon=True).start()
+        return await result
 
     async def watch(self) -> None:
         """Raise WorkerError once a private Ray has lost a process without which no worker can be started or reached."""
@@ -98,7 +122,7 @@ def _start(thread: ThreadPoolExecutor, address: str | None) -> Cluster:
             raise WorkerError(f"Ray at {address} could not be joined: {error}") from error
         private.close()
         raise WorkerError(f"a private Ray did not start: {error}") from error
-    return Cluster(thread, private, node, bool(ray.cluster_resources().get("GPU")))
+    return Cluster(thread, private, node)
 
 
 def _join(address: str | None) -> str:

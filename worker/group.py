@@ -1,7 +1,8 @@
 """A group of workers as the scheduler sees it: one stream of reports, and restarts that it need not manage.
 
-One task lives the group's life: start all ranks, poll each (one poll is always outstanding), and when anything is
-wrong with one of them, say GroupLost, kill them all and start anew. What is wrong may be
+One task lives the group's life: find a place, start all ranks there, poll each (one poll is always outstanding), and
+when anything is wrong with one of them, say GroupLost, kill them all and start anew. A group that finds no place (its
+node is gone, or has not come yet) looks for one again every few seconds. What is wrong may be
 
 - a death: the outstanding poll fails at once;
 - silence: a worker answers no poll for `heartbeat_timeout` although polls carry their own, far shorter time-out;
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
-from swapper.errors import WorkerError
+from swapper.errors import NoPlace, WorkerError
 from worker.merge import ReportMerger
 from worker.protocol import (
     Batch,
@@ -35,6 +36,7 @@ from worker.protocol import (
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 Sink = Callable[[Sequence[Report | GroupUp | GroupLost]], None]
 
 POLL_TIMEOUT = 0.15  # seconds: how often an idle worker's heartbeat comes
@@ -42,19 +44,33 @@ BACK_OFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each restart 
 STEADY = 60.0  # seconds of life after which the next restart counts as the first
 
 
+PLACE_INTERVAL = 2.0  # seconds between two looks for a place
+
+
 class Worker(Protocol):
     """One life of one rank; `worker.client.WorkerClient` is the real one."""
 
     spec: WorkerSpec
     pid: int | None
+    node: str
 
-    async def start(self) -> WorkerReady: ...
+    async def start(self) -> str: ...
+
+    async def open(self, rendezvous: str) -> WorkerReady: ...
 
     def post(self, commands: Sequence[Command]) -> None: ...
 
     async def poll(self, cursor: int, timeout: float) -> Batch: ...
 
     async def kill(self) -> None: ...
+
+
+class Place(Protocol):
+    """Where one life of a group runs; `worker.place.Place` is the real one."""
+
+    def worker(self, spec: WorkerSpec) -> Worker: ...
+
+    async def give_back(self) -> None: ...
 
 
 class Rank:
@@ -97,19 +113,21 @@ class WorkerGroup:
         self,
         name: str,
         specs: Sequence[WorkerSpec],
-        make_worker: Callable[[WorkerSpec], Worker],
+        take_place: Callable[[Sequence[WorkerSpec]], Awaitable[Place]],
         heartbeat_timeout: float = 5.0,
         stall_timeout: float = 60.0,
     ) -> None:
         self.name = name
         self._specs = tuple(specs)
-        self._make_worker = make_worker
+        self._take_place = take_place
         self._heartbeat_timeout = heartbeat_timeout
         self._stall_timeout = stall_timeout
         self._sink: Sink | None = None
-        self._ranks: list[Rank] = []
+        self._place: Place | None = None
+        self._ranks: list[Rank] = []  # of this life, or of the one before; none if there was none yet
         self._state: Literal["starting", "up", "down"] = "down"
-        self._restarts = 0
+        self._reason: str | None = None  # why it is not up
+        self._lives = 0
         self._life: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop  # set by `start`
         self._fault: asyncio.Future[str]  # of this life: why `post` wants it to end
@@ -128,8 +146,12 @@ class WorkerGroup:
                     self._fault.set_result(f"{self._name_of(rank)}: {error}")
 
     async def start(self) -> None:
+        """Returns when the group is up, or has no place yet; then it comes up when there is one. Raises WorkerError."""
         self._loop = asyncio.get_running_loop()
-        await self._start_ranks()
+        try:
+            await self._start_ranks()
+        except NoPlace as error:
+            self._has_no_place(error)
         self._life = asyncio.create_task(self._live(), name=f"group {self.name}")
 
     async def stop(self) -> None:
@@ -141,56 +163,76 @@ class WorkerGroup:
 
     @property
     def workers(self) -> Sequence[WorkerStatus]:
-        return [
-            WorkerStatus(
-                group=self.name,
-                rank=rank.worker.spec.rank,
-                state=self._state,
-                pid=rank.worker.pid,
-                restarts=self._restarts,
-                device=rank.ready.device if rank.ready else "",
-                reader=rank.ready.reader if rank.ready else rank.worker.spec.reader,
-                heartbeat=rank.heartbeat,
-                heartbeat_age=self._now() - rank.heard_at if rank.heartbeat else None,
-            )
-            for rank in self._ranks
-        ]
+        ranks = dict(enumerate(self._ranks))
+        return [self._status(spec, ranks.get(spec.rank)) for spec in self._specs]
+
+    def _status(self, spec: WorkerSpec, rank: Rank | None) -> WorkerStatus:
+        ready = rank.ready if rank is not None else None
+        heartbeat = rank.heartbeat if rank is not None else None
+        return WorkerStatus(
+            group=self.name,
+            rank=spec.rank,
+            state=self._state,
+            pid=rank.worker.pid if rank is not None else None,
+            restarts=max(0, self._lives - 1),
+            device=ready.device if ready is not None else "",
+            reader=ready.reader if ready is not None else spec.reader,
+            heartbeat=heartbeat,
+            heartbeat_age=self._now() - rank.heard_at if rank is not None and heartbeat is not None else None,
+            tp=spec.tp,
+            pp=spec.pp,
+            node=rank.worker.node if rank is not None else "",
+            reason=self._reason,
+        )
 
     # ---- one life after another
 
     async def _live(self) -> None:
         failures = 0
         while True:
-            born = self._now()
-            message = await self._serve()
-            logger.warning("group %s is lost: %s", self.name, message)
-            self._state = "down"
-            self._deliver([GroupLost(message)])
-            await self._kill_ranks()
-            if self._now() - born >= STEADY:
-                failures = 0
+            if self._state == "up":
+                born = self._now()
+                self._reason = await self._serve()
+                logger.warning("group %s is lost: %s", self.name, self._reason)
+                self._state = "down"
+                self._deliver([GroupLost(self._reason)])
+                await self._kill_ranks()
+                if self._now() - born >= STEADY:
+                    failures = 0
             failures = await self._restart(failures)
 
     async def _restart(self, failures: int) -> int:
         """Start the ranks until that works; returns how many attempts in a row there have been."""
         while True:
             await asyncio.sleep(BACK_OFF[min(failures, len(BACK_OFF) - 1)])
-            failures += 1
-            self._restarts += 1
             try:
                 await self._start_ranks()
+            except NoPlace as error:  # nothing has failed, and looking again costs little
+                self._has_no_place(error)
+                await asyncio.sleep(PLACE_INTERVAL)
+                continue
             except WorkerError as error:
+                self._reason = str(error)
                 logger.error("group %s did not restart: %s", self.name, error)
-            except Exception:  # nothing but a restart that works may end these attempts
+            except Exception as error:  # nothing but a restart that works may end these attempts
+                self._reason = repr(error)
                 logger.exception("group %s did not restart", self.name)
             else:
-                return failures
+                return failures + 1
+            failures += 1
+
+    def _has_no_place(self, error: NoPlace) -> None:
+        if self._reason != str(error):
+            logger.warning("group %s waits for a place: %s", self.name, error)
+        self._reason = str(error)
 
     async def _start_ranks(self) -> None:
         self._state = "starting"
-        self._ranks = [Rank(self._make_worker(spec)) for spec in self._specs]
         try:
-            ready = await _all(rank.worker.start() for rank in self._ranks)
+            self._place = await self._take_place(self._specs)
+            self._ranks = [Rank(self._place.worker(spec)) for spec in self._specs]
+            addresses = await _all(rank.worker.start() for rank in self._ranks)
+            ready = await _all(rank.worker.open(addresses[0]) for rank in self._ranks)
         except BaseException:
             await self._kill_ranks()
             raise
@@ -199,7 +241,10 @@ class WorkerGroup:
             rank.begin(its, now)
         self._fault = self._loop.create_future()
         self._state = "up"
-        self._deliver([GroupUp(frames=min(its.frames for its in ready))])
+        self._reason = None
+        self._lives += 1
+        mesh = self._specs[0]
+        self._deliver([GroupUp(min(its.frames for its in ready), mesh.tp, mesh.pp)])
 
     # ---- within one life
 
@@ -255,10 +300,14 @@ class WorkerGroup:
 
     async def _kill_ranks(self) -> None:
         self._state = "down"
+        if self._place is None:
+            return
         ends = await asyncio.gather(*(rank.worker.kill() for rank in self._ranks), return_exceptions=True)
         for error in ends:
             if isinstance(error, Exception):  # it is given up either way
                 logger.error("a worker of group %s could not be killed", self.name, exc_info=error)
+        await self._place.give_back()
+        self._place = None
 
     def _name_of(self, rank: Rank) -> str:
         return f"worker {self.name}/{rank.worker.spec.rank}"
@@ -271,10 +320,12 @@ class WorkerGroup:
             self._sink(reports)
 
 
-async def _all(starting: Iterable[Awaitable[WorkerReady]]) -> Sequence[WorkerReady]:
-    """What all of them return, once all have ended; raises the first one's error if any failed."""
-    results = await asyncio.gather(*starting, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if isinstance(result, WorkerReady)]
+async def _all(starting: Iterable[Coroutine[Any, Any, Result]]) -> Sequence[Result]:
+    """What all of them return. Raises the first error at once: one rank's failure leaves the others waiting for it."""
+    tasks = [asyncio.ensure_future(start) for start in starting]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

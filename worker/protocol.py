@@ -8,7 +8,7 @@ delivered exactly once however often a poll is repeated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.request import EngineReport, GenerationRequest
@@ -177,11 +177,18 @@ class WorkerSpec:
     rank: int
     frames: int
     page_bytes: int
+    tp: int = 1  # the group's mesh: `tp * pp` ranks, rank = stage * tp + its place within the stage
+    pp: int = 1
+    rendezvous: str = ""  # "host:port" at which the leader of this life listens to the others
+    node: str | None = None  # the address of the Ray node to run on; None: any
     device: str = "cpu"  # or "cuda"; "auto" becomes one of them when the worker is started
     pool_share: float | None = None  # of a GPU's free memory: how many frames it has, instead of `frames`
     tier_bytes: int = 0  # of the host tier; 0: there is none
     tier_name: str = ""  # by which a restarted worker finds its host tier
     peers: str = ""  # the directory in which the workers of a node meet, to lend to each other; "": they do not
+    tiers: frozenset[str] = frozenset()  # the names of all of the daemon's, which are not to be removed as orphans
+    store: str = ""  # the model store's directory
+    images: Mapping[str, str] = field(default_factory=dict)  # what must be in it: models and their images' identities
     verify: bool = False
     reader: str = "auto"  # or "pread", "kvikio"
     read_threads: int | None = None  # as many as suit the reader
@@ -196,9 +203,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupUp:
-    """The group's workers are ready and empty. Models must be added again."""
+    """The group's workers are ready and empty. Models must be added again; those that were packed for its mesh run."""
 
-    frames: int
+    frames: int  # of its smallest rank
+    tp: int = 1
+    pp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +230,10 @@ class WorkerStatus:
     reader: str
     heartbeat: Heartbeat | None
     heartbeat_age: float | None  # seconds
+    tp: int = 1
+    pp: int = 1
+    node: str = ""  # the address of the node it is on
+    reason: str | None = None  # why it is not up
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from worker import protocol
         (protocol.PageInFailed("m", 7, "short"), events.PageInFailed(5.0, "g", "m", 7, "short")),
         (protocol.PagedOut("m", 2, 7, 9, 0.1), events.PagedOut(5.0, "g", "m", 7, 2)),
         (protocol.PageOutFailed("m", 7, "busy"), events.PageOutFailed(5.0, "g", "m", 7, "busy")),
-        (protocol.GroupUp(64), events.WorkerUp(5.0, "g", 64, 2)),
+        (protocol.GroupUp(64, tp=2, pp=3), events.WorkerUp(5.0, "g", 64, ranks=6, pp=3)),
         (protocol.GroupLost("killed"), events.WorkerLost(5.0, "g", "killed")),
     ],
 )
 def test_a_report_becomes_an_event(report: object, event: events.Event) -> None:
-    assert event_of(report, "g", 2, 5.0) == event  # type: ignore[arg-type]
+    assert event_of(report, "g", 5.0) == event  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def virtual_time(test: Callable[..., Coroutine[None, None, None]]) -> Callable[.
 
 async def settle() -> None:
     """Let everything that can happen without time passing happen."""
-    for _ in range(20):
+    for _ in range(50):
         await asyncio.sleep(0)
 
 

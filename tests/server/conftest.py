@@ -28,7 +28,9 @@ from tests.server.fakes import TIMEOUT, FakeScheduler
 CONTEXT = 256
 
 
-def publish(store: Store, name: str, tokenizer: Path, tp: int = 1, files: dict[str, str] | None = None) -> None:
+def publish(
+    store: Store, name: str, tokenizer: Path, tp: int = 1, pp: int = 1, files: dict[str, str] | None = None
+) -> None:
     """Put an image into the store: everything a real one has for the server, but weights."""
     with store.adding(name) as path:
         for file in tokenizer.iterdir():
@@ -36,10 +38,10 @@ def publish(store: Store, name: str, tokenizer: Path, tp: int = 1, files: dict[s
                 shutil.copy(file, path)
         for file_name, text in (files or {}).items():
             (path / file_name).write_text(text)
-        shards = tuple(Shard(rank, f"rank-{rank}.safetensors", 4096, 4096, ("ab",), (), ()) for rank in range(tp))
+        shards = tuple(Shard(rank, f"rank-{rank}.safetensors", 4096, 4096, ("ab",), (), ()) for rank in range(tp * pp))
         for shard in shards:
             (path / shard.file).write_bytes(bytes(8192))
-        manifest = Manifest(1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, 1, CONTEXT, 1024, shards)
+        manifest = Manifest(1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, pp, CONTEXT, 1024, shards)
         (path / MANIFEST).write_text(manifest.to_json())
 
 
@@ -64,7 +66,9 @@ class ServerThread:
         listener = bind(config.server)
         self.url = url_of(listener)
         self.metrics.watch(self.scheduler, config.scheduler.wait_bound)
-        self.catalog = Catalog(self.store, self.scheduler, config.models, config.memory.page, self.metrics)
+        self.catalog = Catalog(
+            self.store, self.scheduler, config.models, config.memory.page, config.cluster.groups, self.metrics
+        )
         tokenizers = Tokenizers(config.server.tokenizer_threads)
         self.service = Service(config, self.scheduler, self.catalog, tokenizers, self.metrics)
         self.http = HttpServer(self.service)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server.catalog import Catalog
-from server.config import ModelConfig
+from server.config import GroupConfig, ModelConfig
 from swapper.errors import CorruptImage, ModelNotFound, Refused
 from swapper.image import MANIFEST
 from swapper.store import Store
@@ -19,6 +19,8 @@ from tests.server.conftest import publish
 from tests.server.fakes import FakeScheduler
 
 Make = Callable[..., Catalog]
+
+GROUPS = (GroupConfig(), GroupConfig(name="deep", pp=3))
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def forgotten() -> list[str]:
 
 @pytest.fixture
 def make(store: Store, scheduler: FakeScheduler, forgotten: list[str]) -> Make:
-    return lambda **configs: Catalog(store, scheduler, configs, 2 << 20, Watch(forgotten))
+    return lambda **configs: Catalog(store, scheduler, configs, 2 << 20, GROUPS, Watch(forgotten))
 
 
 class Watch:
@@ -143,7 +145,20 @@ def test_an_image_for_another_mesh_is_refused(make: Make, store: Store, smollm2:
     publish(store, "wide", smollm2, tp=2)
     catalog = make()
     run(catalog.refresh())
-    assert "2×1 mesh" in catalog.problems["wide"]
+    assert catalog.problems["wide"].startswith(
+        "It is packed for tp 2, pp 1, and no group has that shape (default has tp 1, pp 1, deep has tp 1, pp 3)."
+    )
+
+
+def test_an_image_for_the_mesh_of_any_group_is_served_with_as_many_pages_on_every_rank(
+    make: Make, store: Store, scheduler: FakeScheduler, smollm2: Path
+) -> None:
+    publish(store, "long", smollm2, pp=3)
+    catalog = make()
+    run(catalog.refresh())
+    served = scheduler.served["long"]
+    assert served.pp == 3
+    assert [len(rank) for rank in served.page_hashes] == [1, 1, 1]
 
 
 def test_a_manifest_is_read_once(make: Make, store: Store, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

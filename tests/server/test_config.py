@@ -230,3 +230,28 @@ def test_problems_are_told_in_plain_words(text: str) -> None:
     (problem,) = problems(text)
     for leaked in ("Input", "valid ", "instance", "Config", "tuple", "Path"):
         assert leaked not in problem
+
+
+def test_there_is_one_group_of_one_worker_unless_groups_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    [group] = load_config().cluster.groups
+    assert (group.name, group.tp, group.pp) == ("default", 1, 1)
+    config = load_config(written("cluster: {groups: [{name: pair, tp: 2, pool: 1GiB}, {name: deep, pp: 3}]}"))
+    assert [(group.name, group.ranks) for group in config.cluster.groups] == [("pair", 2), ("deep", 3)]
+    assert config.cluster.ranks == 5
+    monkeypatch.setenv("GSWAPD_CLUSTER__GROUPS", '[{"tp": 4}]')
+    assert load_config().cluster.groups[0].tp == 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ("[]", "cluster.groups: must have at least 1 item"),
+        ("[{tp: 0}]", "cluster.groups.0.tp: must be at least 1 (got 0)"),
+        ("[{name: a b}]", "cluster.groups.0.name: "),
+        ("[{name: a}, {name: a}]", "cluster: groups: 'a' is there twice; every group needs a name of its own"),
+        ("[{node: 10.0.0.1}]", "cluster: groups: 'default' names a node, but without ray_address there is one only"),
+        ("[{pool: 2MiB}]", "cluster.groups: the pool of 'default' must hold at least one memory.page"),
+    ],
+)
+def test_groups_that_cannot_be(groups: str, problem: str) -> None:
+    assert problems(f"cluster: {{groups: {groups}}}")[0].startswith(problem)

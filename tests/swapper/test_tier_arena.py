@@ -47,7 +47,7 @@ def test_only_arenas_without_an_owner_are_removed(tmp_path: Path) -> None:
     owned = Arena("owned", 1, PAGE, tmp_path)
     for name in ("gswapd-tier-dead", "gswapd-tier-mine", "something-else"):
         (tmp_path / name).touch()
-    assert [path.name for path in remove_orphans("mine", tmp_path)] == ["gswapd-tier-dead"]
+    assert [path.name for path in remove_orphans({"mine"}, tmp_path)] == ["gswapd-tier-dead"]
     assert {path.name for path in tmp_path.iterdir()} == {"gswapd-tier-owned", "gswapd-tier-mine", "something-else"}
     assert remove_arena("mine", tmp_path)
     assert not remove_arena("owned", tmp_path)

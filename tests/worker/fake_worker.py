@@ -13,6 +13,8 @@ class FakeWorker:
     def __init__(self, spec: WorkerSpec, start_error: Exception | None = None) -> None:
         self.spec = spec
         self.pid: int | None = None
+        self.node = "10.0.0.1"
+        self.rendezvous = ""
         self.posted: list[Command] = []
         self.killed = False
         self.computing = self.paging = False
@@ -27,10 +29,14 @@ class FakeWorker:
 
     # ---- what the group calls
 
-    async def start(self) -> WorkerReady:
+    async def start(self) -> str:
         if self._start_error is not None:
             raise self._start_error
         self.pid = 1000 + self.spec.rank
+        return f"10.0.0.1:{self.pid}"
+
+    async def open(self, rendezvous: str) -> WorkerReady:
+        self.rendezvous = rendezvous
         return WorkerReady("cpu", self.spec.reader, self.spec.frames)
 
     def post(self, commands: Sequence[Command]) -> None:

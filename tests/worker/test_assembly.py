@@ -9,12 +9,13 @@ import pytest
 
 from engine.workspace import WORKSPACE_BYTES
 from swapper.errors import ConfigError
+from swapper.store import Store
 from tests.swapper.gpu import LACKING
 from tests.swapper.paging import PAGE, PATIENCE
 from tests.swapper.stations import until
 from tests.swapper.tiers import new_name
+from tests.worker.house import write_image
 from worker.assembly import gpu_frames, open_shard
-from worker.client import _device
 from worker.protocol import WorkerSpec
 
 SPEC = WorkerSpec("g", 0, frames=4, page_bytes=PAGE)
@@ -77,17 +78,13 @@ def test_a_gpus_pool_leaves_room_for_what_is_not_in_frames() -> None:
         gpu_frames(replace(SPEC, frames=whole + 1), free)
 
 
-def test_auto_is_a_gpu_only_where_there_is_one() -> None:
-    assert _device("auto", has_gpu=False) == "cpu"
-    assert _device("cpu", has_gpu=True) == "cpu"
-    assert _device("cuda", has_gpu=False) == "cuda"
-
-
-def test_a_gpu_that_cannot_be_used_for_want_of_packages_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("worker.client._is_installed", lambda package: package != "kvikio")
-    assert _device("auto", has_gpu=True) == "cpu"
-    assert "kvikio is not installed" in caplog.text
-    monkeypatch.setattr("worker.client._is_installed", lambda package: True)
-    assert _device("auto", has_gpu=True) == "cuda"
+def test_a_node_whose_store_is_not_the_daemons_is_told(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    for name in "abc":
+        write_image(tmp_path / "models", name, tags=(1,))
+    images = Store(tmp_path).identities()
+    shard, _ = open_shard(replace(SPEC, store=str(tmp_path), images={"a": images["a"]}))
+    shard.close()
+    wrong = {"a": images["a"], "b": images["c"], "d": images["a"]}
+    with pytest.raises(ConfigError, match=r"lacks b, d, or has other images .* Copy the daemon's store to every node"):
+        open_shard(replace(SPEC, store=str(tmp_path), images=wrong))

@@ -24,14 +24,14 @@ PATIENCE = 60.0
 DRIVER = """
 import asyncio, sys
 from functools import partial
-from worker.client import WorkerClient
 from worker.cluster import Cluster
 from worker.group import WorkerGroup
+from worker.place import Place
 from worker.protocol import WorkerSpec
 
 async def main():
     cluster = await Cluster.start(sys.argv[1])
-    group = WorkerGroup("g", [WorkerSpec("g", 0, frames=4, page_bytes=2 << 20)], partial(WorkerClient, cluster))
+    group = WorkerGroup("g", [WorkerSpec("g", 0, frames=4, page_bytes=2 << 20)], partial(Place.take, cluster))
     await group.start()
     print(group.workers[0].pid, flush=True)
     await asyncio.to_thread(sys.stdin.read)

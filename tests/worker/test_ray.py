@@ -14,9 +14,9 @@ import pytest
 from engine.request import KvReleased
 from swapper.errors import WorkerError
 from tests.worker.ear import PATIENCE, Ear
-from worker.client import WorkerClient
 from worker.cluster import Cluster
 from worker.group import WorkerGroup
+from worker.place import Place
 from worker.protocol import GrantKv, GroupLost, GroupUp, PageIn, PageInFailed, WorkerSpec
 
 SPEC = WorkerSpec("g", 0, frames=4, page_bytes=2 << 20)
@@ -27,7 +27,7 @@ def group(cluster: Cluster, loop: asyncio.Runner) -> Iterator[tuple[WorkerGroup,
     """A group that is up."""
 
     async def start() -> tuple[WorkerGroup, Ear]:
-        group = WorkerGroup("g", [SPEC], partial(WorkerClient, cluster), heartbeat_timeout=3.0)
+        group = WorkerGroup("g", [SPEC], partial(Place.take, cluster), heartbeat_timeout=3.0)
         ear = Ear(group)
         await group.start()
         assert await ear.next() == GroupUp(frames=4)
@@ -91,8 +91,9 @@ def test_a_stopped_worker_is_noticed_and_replaced(group: tuple[WorkerGroup, Ear]
 
 def test_a_repeated_poll_gets_the_same_reports(cluster: Cluster, loop: asyncio.Runner) -> None:
     async def scenario() -> None:
-        worker = WorkerClient(cluster, SPEC)
-        await worker.start()
+        place = await Place.take(cluster, [SPEC])
+        worker = place.worker(SPEC)
+        await worker.open(await worker.start())
         worker.post([GrantKv("x", 0, 1), GrantKv("x", 0, 2)])
         while len((first := await worker.poll(0, PATIENCE)).reports) < 2:
             pass  # one of the two may have come alone
@@ -106,6 +107,7 @@ def test_a_repeated_poll_gets_the_same_reports(cluster: Cluster, loop: asyncio.R
         assert not psutil.pid_exists(pid)
         with pytest.raises(WorkerError):
             await worker.poll(2, 0)
+        await place.give_back()
 
     loop.run(scenario())
 
@@ -113,7 +115,7 @@ def test_a_repeated_poll_gets_the_same_reports(cluster: Cluster, loop: asyncio.R
 def test_a_worker_that_cannot_start_says_why(cluster: Cluster, loop: asyncio.Runner) -> None:
     async def scenario() -> None:
         spec = WorkerSpec("big", 0, frames=1 << 20, page_bytes=2 << 20)
-        group = WorkerGroup("big", [spec], partial(WorkerClient, cluster))
+        group = WorkerGroup("big", [spec], partial(Place.take, cluster))
         with pytest.raises(WorkerError, match=r"worker big/0 could not start: The frame pool wants 2,199,023,255,552"):
             await group.start()
 

@@ -18,14 +18,14 @@ from worker import reaper
 DRIVER = """
 import asyncio, sys
 from functools import partial
-from worker.client import WorkerClient
+from worker.place import Place
 from worker.cluster import Cluster
 from worker.group import WorkerGroup
 from worker.protocol import WorkerSpec
 
 async def main():
     cluster = await Cluster.start()
-    group = WorkerGroup("g", [WorkerSpec("g", 0, frames=4, page_bytes=2 << 20)], partial(WorkerClient, cluster))
+    group = WorkerGroup("g", [WorkerSpec("g", 0, frames=4, page_bytes=2 << 20)], partial(Place.take, cluster))
     await group.start()
     print(cluster._private.instance, cluster._private.directory, group.workers[0].pid, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -21,9 +21,9 @@ from tests.models import make_checkpoint
 from tests.swapper.paging import FaultyReader
 from tests.worker.ear import PATIENCE, Ear
 from worker.add import add_model
-from worker.client import WorkerClient
 from worker.cluster import Cluster
 from worker.group import WorkerGroup
+from worker.place import Place
 from worker.protocol import (
     AddModel,
     Command,
@@ -90,7 +90,7 @@ def test_a_model_answers_while_it_comes_in_and_again_after_it_was_out(
     image: Image, pages: int, expected: tuple[int, ...], cluster: Cluster, loop: asyncio.Runner
 ) -> None:
     async def scenario() -> None:
-        group = WorkerGroup("g", [SPEC], partial(WorkerClient, cluster))
+        group = WorkerGroup("g", [SPEC], partial(Place.take, cluster))
         ear = Ear(group)
         await group.start()
         assert isinstance(await ear.next(), GroupUp)

@@ -1,0 +1,202 @@
+"""One worker's memory on one device, without an engine, in a process of its own: for `bench.neighbours`.
+
+    python -m bench.neighbour NAME DIRECTORY DEVICE TIER
+
+Obeys words on standard input, and answers each line with one line of JSON. `DIRECTORY` has the model (see
+`bench/neighbours.py`); with `TIER` 1 this worker has a host tier that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import queue
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from swapper import libc
+from swapper.copier import Copier, HostCopier
+from swapper.frames import FramePool
+from swapper.granules import identity_of
+from swapper.host_frames import HostFramePool
+from swapper.host_tier import HostTier
+from swapper.image import Shard
+from swapper.pager import PageInResult, Pager
+from swapper.peer_frames import HostWindow, OpenWindow
+from swapper.peer_protocol import POOL
+from swapper.peers import RING_FRAMES, Peers
+from swapper.pread import PreadReader
+from swapper.readers import Reader
+from swapper.tier_arena import Arena
+from worker.assembly import GPU_DEPTH, GPU_RUN, kvikio_threads
+
+PATIENCE = 120.0
+MODEL = "model.safetensors"
+SHARD = "shard.pickle"
+SPARE_FRAMES = 64
+LIMIT_PIECES = 256  # pages of one measurement of a limit
+
+
+class Worker:
+    def __init__(self, name: str, directory: Path, device: str, has_tier: bool) -> None:
+        self.page_bytes, shard = pickle.loads((directory / SHARD).read_bytes())
+        assert isinstance(shard, Shard)
+        pages = shard.page_count(self.page_bytes)
+        self.pool, ring, self.reader, self.make_copier, open_window = _parts(
+            device, pages + SPARE_FRAMES, self.page_bytes
+        )
+        self.copier = self.make_copier()
+        self.peers = Peers(directory / "peers", name, device, self.pool, ring, self.copier, open_window)
+        self.tier = None
+        if has_tier:
+            self.tier = HostTier(Arena(f"bench-{name}", pages, self.page_bytes), self.make_copier(), self.peers)
+        self.pager = Pager(self.pool, self.reader, tier=self.tier, peers=self.peers, depth=GPU_DEPTH, run=GPU_RUN)
+        self.paged = self.pager.open("model", shard, directory / MODEL)
+        self._pinned = 0
+
+    def obey(self, word: str, *rest: str) -> Any:
+        commands: dict[str, Callable[..., Any]] = {
+            "in": self.page_in,
+            "out": self.page_out,
+            "fill": self.fill,
+            "meet": self.meet,
+            "wrong": self.wrong,
+            "pinned": self.pinned,
+            "across": self.across,
+        }
+        return commands[word](*rest)
+
+    def page_in(self) -> dict[str, Any]:
+        outcomes: queue.SimpleQueue[PageInResult | Exception] = queue.SimpleQueue()
+        begun = time.perf_counter()
+        self.pager.page_in("model", 0, self.paged.page_count, outcomes.put)
+        outcome = outcomes.get(timeout=PATIENCE)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return {
+            "seconds": time.perf_counter() - begun,
+            "sources": {source: its.nbytes for source, its in outcome.sources.items()},
+            "stages": dict(outcome.stages),
+        }
+
+    def page_out(self) -> float:
+        begun = time.perf_counter()
+        self.pager.page_out("model", 0)
+        return time.perf_counter() - begun
+
+    def fill(self) -> bool:
+        """Have the host tier hold the model."""
+        assert self.tier is not None
+        begun = time.perf_counter()
+        assert self.tier.wait_settled(PATIENCE)
+        ready = time.perf_counter()
+        self.page_in()
+        assert self.tier.wait_settled(PATIENCE, self.paged.page_count), self.tier.status
+        self.page_out()
+        return {"ready": ready - begun, "filled": time.perf_counter() - ready}
+
+    def meet(self, neighbours: str, staging: str) -> float:
+        """Wait until so many neighbours are there, and, if `staging`, can stage for us."""
+        begun = time.perf_counter()
+        while True:
+            links = [link for link in self.peers.links if link.is_usable and (link.can_stage or staging == "0")]
+            if len(links) >= int(neighbours):
+                return time.perf_counter() - begun
+            if time.perf_counter() - begun > PATIENCE:
+                raise TimeoutError("The neighbours did not come.")
+            time.sleep(0.01)
+
+    def wrong(self) -> int:
+        """How many pages are not in, or have not the hash that they should have."""
+        good = 0
+        for page in range(self.paged.resident):
+            start, nbytes = self.paged.extent(page)
+            good += identity_of(self.pool.peek(self.paged.region.address + start, nbytes)) == self.paged.hashes[page]
+        return self.paged.page_count - good
+
+    # ---- limits
+
+    def pinned(self) -> float:
+        """Bytes a second of plain copies from pinned memory to frames, with nothing of ours around them."""
+        spare = min(SPARE_FRAMES, 32)
+        if not self._pinned:
+            nbytes = spare * self.page_bytes
+            flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_POPULATE
+            self._pinned = libc.mmap(0, nbytes, libc.PROT_READ | libc.PROT_WRITE, flags)
+            self.copier.pin(self._pinned, nbytes)
+        sources = [self._pinned + piece % spare * self.page_bytes for piece in range(LIMIT_PIECES)]
+        return self._rate(
+            lambda targets: [
+                self.copier.put(source, targets[piece % spare], self.page_bytes) for piece, source in enumerate(sources)
+            ],
+            spare,
+        )
+
+    def across(self) -> float:
+        """Bytes a second of plain copies from a neighbour's frames to ours."""
+        (link,) = self.peers.links[:1]
+        window = link._windows[POOL]
+        spare = min(SPARE_FRAMES, 32)
+        return self._rate(
+            lambda targets: [
+                self.copier.across(
+                    [
+                        (window.address(piece % spare), targets[piece % spare], self.page_bytes)
+                        for piece in range(LIMIT_PIECES)
+                    ]
+                )
+            ],
+            spare,
+        )
+
+    def _rate(self, start: Callable[[list[int]], list[Any]], spare: int) -> float:
+        region = self.pool.reserve(spare * self.page_bytes)
+        frames = [self.pool.take() for _ in range(spare)]
+        self.pool.map(region, 0, *frames)
+        targets = [region.address + page * self.page_bytes for page in range(spare)]
+        begun = time.perf_counter()
+        for copy in start(targets):
+            copy.result(PATIENCE)
+        seconds = time.perf_counter() - begun
+        self.pool.unmap(region, 0, spare)
+        self.pool.unreserve(region)
+        for frame in frames:
+            self.pool.release(frame)
+        return LIMIT_PIECES * self.page_bytes / seconds
+
+
+def _parts(
+    device: str, frames: int, page_bytes: int
+) -> tuple[FramePool, FramePool, Reader, Callable[[], Copier], OpenWindow]:
+    if device == "cpu":
+        pool, ring = (HostFramePool(many, page_bytes) for many in (frames, RING_FRAMES))
+        return pool, ring, PreadReader(), HostCopier, HostWindow
+    from swapper.cuda_copier import CudaCopier
+    from swapper.cuda_driver import CudaDevice
+    from swapper.cuda_frames import CudaFramePool
+    from swapper.cuda_window import CudaWindow
+    from swapper.kvikio_reader import KvikioReader
+
+    gpu = CudaDevice()
+    ours, rings = (CudaFramePool(gpu, many, page_bytes) for many in (frames, RING_FRAMES))
+    reader = KvikioReader(kvikio_threads(), device="cuda:0")
+    return ours, rings, reader, partial(CudaCopier, gpu), partial(CudaWindow, gpu)
+
+
+def main() -> None:
+    sys.setswitchinterval(0.0005)  # as in a worker
+    name, directory, device, tier = sys.argv[1:]
+    worker = Worker(name, Path(directory), device, tier == "1")
+    for line in sys.stdin:
+        print(json.dumps(worker.obey(*line.split())), flush=True)
+    worker.pager.shutdown()
+    if worker.tier is not None:
+        worker.tier.close()
+
+
+if __name__ == "__main__":
+    main()

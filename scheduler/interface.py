@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from engine.request import GenerationRequest, Tokens
+from scheduler.core.view import DecisionKind
 from swapper.pager import SourceBytes
 from worker.protocol import Command, Report
 from worker.protocol import GroupLost as GroupLost
@@ -101,6 +102,38 @@ class ModelStatus:
     oldest_wait: float = 0.0  # seconds that its oldest request without a first forward pass has waited
 
 
+FrameUse = Literal["weights", "loading", "kv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Frames that the same models hold for the same use; `loading`: reserved for pages that are not in yet."""
+
+    models: tuple[str, ...]
+    use: FrameUse
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    group: str
+    ranks: int
+    up: bool
+    frames: int  # of one rank
+    page_bytes: int
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDecision:
+    """Why something was done to a model or not, for people."""
+
+    model: str
+    at: float  # wall clock
+    kind: DecisionKind
+    message: str
+
+
 class Room(NamedTuple):
     """Tokens of one request, prompt and answer, that memory can hold: beside what is pinned now, and with no pins."""
 
@@ -176,6 +209,11 @@ class Scheduler(Protocol):
     def models(self) -> Sequence[ModelStatus]: ...
 
     def workers(self) -> Sequence[WorkerStatus]: ...
+
+    def memory(self) -> Sequence[GroupMemory]: ...
+
+    def decisions(self, model: str | None = None) -> Sequence[ModelDecision]:
+        """The last decisions about a model, or about all of them, newest first."""
 
     def is_live(self) -> bool:
         """Whether the scheduler makes progress: its loop turns, and a group is up."""

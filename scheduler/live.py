@@ -30,9 +30,19 @@ from scheduler.answers import LiveAnswer
 from scheduler.core import actions, events
 from scheduler.core.core import CoreConfig, SchedulerCore
 from scheduler.inbox import Inbox
-from scheduler.interface import GroupClient, ModelStatus, Observer, Room, ServedModel, WorkerStatus
+from scheduler.interface import (
+    GroupClient,
+    GroupMemory,
+    ModelDecision,
+    ModelStatus,
+    Observer,
+    Room,
+    ServedModel,
+    WorkerStatus,
+)
 from scheduler.jobs import JobKind, Jobs
 from scheduler.link import GroupLink
+from scheduler.memory_map import memory_map
 from scheduler.records import Records
 from scheduler.status import model_status
 from scheduler.translate import CoreReport, command_of, event_of, model_spec
@@ -183,6 +193,18 @@ class LiveScheduler:
 
     def workers(self) -> Sequence[WorkerStatus]:
         return [worker for link in self._links.values() for worker in link.client.workers]
+
+    def memory(self) -> Sequence[GroupMemory]:
+        return memory_map(self._models, self._core.models(), self._core.groups(), self._core.config.page_bytes)
+
+    def decisions(self, model: str | None = None) -> Sequence[ModelDecision]:
+        to_wall = self._wall() - self._clock()
+        decided = [
+            ModelDecision(name, to_wall + one.at, one.kind, one.message)
+            for name in (self._models if model is None else (model,))
+            for one in self._core.decisions(name)
+        ]
+        return sorted(decided, key=lambda one: one.at, reverse=True)
 
     def is_live(self) -> bool:
         turns = self._closed is None and self._clock() - self._last_turn < STALLED_AFTER

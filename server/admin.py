@@ -33,7 +33,7 @@ async def models(request: Request) -> dict[str, Any]:
     service = service_of(request)
     await service.catalog.refresh()
     return {
-        "models": [_model(service, status) for status in service.scheduler.models() if _is_there(service, status)],
+        "models": [model_json(service, status) for status in models_there(service)],
         "problems": [{"name": name, "reason": why} for name, why in sorted(service.catalog.problems.items())],
     }
 
@@ -80,15 +80,16 @@ async def _act(request: Request, alias: str, action: str, act: Act, wait: bool) 
     status = next((status for status in service.scheduler.models() if status.name == name), None)
     if status is None:
         raise ModelNotFound(f"The model {name!r} was removed meanwhile.")
-    return Response(orjson.dumps(_model(service, status)), 200 if wait else 202, media_type="application/json")
+    return Response(orjson.dumps(model_json(service, status)), 200 if wait else 202, media_type="application/json")
 
 
-def _is_there(service: Service, status: ModelStatus) -> bool:
+def models_there(service: Service) -> list[ModelStatus]:
     """A model that was removed from the store is shown as long as it holds anything."""
-    return status.name in service.catalog.models or bool(status.resident_pages or status.running or status.waiting)
+    known = service.catalog.models
+    return [m for m in service.scheduler.models() if m.name in known or m.resident_pages or m.running or m.waiting]
 
 
-def _model(service: Service, status: ModelStatus) -> dict[str, Any]:
+def model_json(service: Service, status: ModelStatus) -> dict[str, Any]:
     return {
         **{field.name: getattr(status, field.name) for field in fields(status)},
         "aliases": service.catalog.aliases(status.name),

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server import admin, errors
-from server.auth import key_required
+from server import admin, board, errors
+from server.auth import key_required, same_origin
 from server.openai import chat, completions, models
 from server.service import Service
 
@@ -20,8 +20,11 @@ def create_app(service: Service) -> FastAPI:
     keys = service.config.server
     for routes in (models, chat, completions):
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
-    app.include_router(admin.router, dependencies=[Depends(key_required(keys.admin_key))])
+    operators = same_origin if keys.admin_key is None else key_required(keys.admin_key)
+    for operating in (admin, board):
+        app.include_router(operating.router, dependencies=[Depends(operators)])
     app.include_router(admin.health)
+    app.include_router(board.page)
     app.add_middleware(Admission, limit=keys.max_requests, turned_away=service.metrics.turned_away)
     errors.register(app)  # last: the middleware that is added last is outermost
     return app

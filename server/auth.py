@@ -33,6 +33,18 @@ def key_required(key: SecretStr | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+async def same_origin(request: Request) -> None:
+    """A dependency for where there is no key: what another site's page has a visitor's browser ask comes from a machine
+    that is let in, but not from its owner.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        message = (
+            "A page of another site asks for this. Set server.admin_key, or have the proxy pass the Host header on."
+        )
+        raise ApiError(403, message, "cross_origin")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
     try:

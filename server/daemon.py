@@ -27,7 +27,7 @@ from server.app import create_app
 from server.auth import is_loopback
 from server.catalog import Catalog
 from server.config import Config, ServerConfig
-from server.metrics import Metrics
+from server.observers import Observers
 from server.service import Service
 from server.tokens import Tokenizers
 from swapper.errors import ConfigError
@@ -66,10 +66,10 @@ def run(config: Config) -> int:
     # A thread that tokenizes gives the event loop way after half a millisecond, not after five.
     sys.setswitchinterval(0.0005)
     listener = bind(config.server)
-    metrics = Metrics()
+    observers = Observers()
 
     async def main() -> None:
-        await serve(config, listener, RayBackend(config, metrics), metrics)
+        await serve(config, listener, RayBackend(config, observers), observers)
 
     uvloop.run(main())
     return 0
@@ -99,16 +99,18 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(config: Config, listener: socket.socket, backend: Backend, metrics: Metrics) -> None:
+async def serve(config: Config, listener: socket.socket, backend: Backend, observers: Observers) -> None:
     """Serve on `listener` until a signal has been obeyed. Raises what `backend.start` raises."""
     warn_if_open(config.server)
     signals = Signals()
     signals.listen()
+    metrics = observers.metrics
     metrics.watch(backend.scheduler, config.scheduler.wait_bound)
     catalog = Catalog(
         Store(config.store), backend.scheduler, config.models, config.memory.page, config.cluster.groups, metrics
     )
-    service = Service(config, backend.scheduler, catalog, Tokenizers(config.server.tokenizer_threads), metrics)
+    tokenizers = Tokenizers(config.server.tokenizer_threads)
+    service = Service(config, backend.scheduler, catalog, tokenizers, metrics, observers.events)
     http = HttpServer(service)
     serving = asyncio.create_task(http.serve([listener]), name="http")
     watching = asyncio.create_task(catalog.run(), name="catalog")
@@ -137,7 +139,7 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, metri
         await catalog.close()
         await service.background.close()
         await backend.stop()
-        service.tokenizers.close()
+        tokenizers.close()
 
 
 async def _drain(service: Service) -> None:
@@ -187,6 +189,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, service: Service) -> None:
         logging.getLogger("uvicorn.error").addFilter(_is_news)
+        self._events = service.events
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -203,6 +206,7 @@ class HttpServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._events.close()  # which would not end before the grace
         await super().shutdown(sockets)
         if cancelled := set(self.server_state.tasks):  # what took longer than the grace; it gets to clean up
             await asyncio.wait(cancelled, timeout=CLEAN_UP)

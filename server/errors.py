@@ -43,6 +43,7 @@ REASONS: dict[str, tuple[int, str]] = {
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",

@@ -10,6 +10,7 @@ from scheduler.interface import Scheduler
 from server.background import Background
 from server.catalog import Catalog
 from server.config import Config
+from server.events import Events
 from server.metrics import Metrics
 from server.openai.body import Bodies
 from server.tokens import Tokenizers
@@ -22,6 +23,7 @@ class Service:
     catalog: Catalog
     tokenizers: Tokenizers
     metrics: Metrics
+    events: Events = field(default_factory=Events)
     background: Background = field(default_factory=Background)
     bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False

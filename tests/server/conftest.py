@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from server.catalog import Catalog
 from server.config import Config
 from server.daemon import HttpServer, bind, url_of
-from server.metrics import Metrics
+from server.observers import Observers
 from server.service import Service
 from server.tokens import Tokenizers
 from swapper.image import MANIFEST, Manifest, Shard
@@ -51,7 +51,8 @@ class ServerThread:
     def __init__(self, config: Config) -> None:
         self.store = Store(config.store)
         self.scheduler = FakeScheduler()
-        self.metrics = Metrics()
+        self.observers = Observers()
+        self.metrics = self.observers.metrics
         self.loop = asyncio.new_event_loop()
         self._config = config
         self._ready: Future[None] = Future()
@@ -70,7 +71,7 @@ class ServerThread:
             self.store, self.scheduler, config.models, config.memory.page, config.cluster.groups, self.metrics
         )
         tokenizers = Tokenizers(config.server.tokenizer_threads)
-        self.service = Service(config, self.scheduler, self.catalog, tokenizers, self.metrics)
+        self.service = Service(config, self.scheduler, self.catalog, tokenizers, self.metrics, self.observers.events)
         self.http = HttpServer(self.service)
         self._ready.set_result(None)
         await self.http.serve([listener])

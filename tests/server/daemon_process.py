@@ -10,7 +10,7 @@ from pathlib import Path
 
 from server.config import Config
 from server.daemon import bind, serve
-from server.metrics import Metrics
+from server.observers import Observers
 from swapper.errors import WorkerError
 from tests.server.fakes import FakeScheduler
 
@@ -54,7 +54,7 @@ class DrainingScheduler(FakeScheduler):
 async def main() -> None:
     logging.basicConfig(level=logging.INFO)
     config = Config(store=Path(sys.argv[1]), server={"port": 0}, memory={"pool": "64MiB", "page": "2MiB"})  # type: ignore[arg-type]
-    await serve(config, bind(config.server), ScriptedBackend(sys.argv[2]), Metrics())
+    await serve(config, bind(config.server), ScriptedBackend(sys.argv[2]), Observers())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from engine.request import FinishReason, GenerationRequest, TokenLogprob, Tokens
-from scheduler.interface import ModelStatus, Room, ServedModel, WorkerStatus
+from scheduler.interface import GroupMemory, ModelDecision, ModelStatus, Room, ServedModel, WorkerStatus
 from swapper.errors import Refused
 from worker.protocol import Heartbeat
 
@@ -73,6 +73,8 @@ class FakeScheduler:
         self.drained = threading.Event()
         self.served: dict[str, ServedModel] = {}
         self.statuses: dict[str, ModelStatus] = {}
+        self.maps: dict[str, GroupMemory] = {}
+        self.decided: list[ModelDecision] = []
 
     def reset(self) -> None:
         self.script: Sequence[Step] = ("stop",)
@@ -138,6 +140,12 @@ class FakeScheduler:
             steps=7, pages_read=3, computing=False, paging=False, frames=10, frames_free=4, resident_bytes=1 << 20
         )
         return [WorkerStatus("default", 0, "up", 4321, 0, "cpu", "pread", heartbeat, 0.1)]
+
+    def memory(self) -> Sequence[GroupMemory]:
+        return list(self.maps.values())
+
+    def decisions(self, model: str | None = None) -> Sequence[ModelDecision]:
+        return [one for one in self.decided if model in (None, one.model)]
 
     def is_live(self) -> bool:
         return self.live

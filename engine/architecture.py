@@ -7,7 +7,7 @@ order their weights are wanted in, and what each attention layer keeps of a toke
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +52,54 @@ class Unit:
 class Architecture:
     """What a forward pass showed of a module."""
 
-    units: tuple[Unit, ...]  # in execution order
+    layers: tuple[str, ...]  # paths of the decoder's layers
+    owners: tuple[tuple[tuple[str, str], ...], ...]  # of each tensor: its names, and the path of the unit it has it in
+    order: Mapping[str, int]  # of the units' paths, as they ran
     kv: Mapping[int, KvLayerShape]  # by the layer index that attention modules carry
+    hidden_width: int  # of what layers hand on
+    layers_return_tuples: bool
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units, in execution order."""
+        return self.units_of(range(len(self.layers)))
+
+    def units_of(self, stage: range) -> tuple[Unit, ...]:
+        """The units of a stage that has these layers, in execution order.
+
+        A tensor that is tied to several goes to the one that runs first. What never ran is used unseen, so it goes to
+        the front.
+        """
+        held: dict[str, list[str]] = {}
+        for aliases in self.owners:
+            here = [(name, path) for name, path in aliases if self._is_in(path, stage)]
+            if here:
+                held.setdefault(min((path for _, path in here), key=self._place), []).append(here[0][0])
+        return tuple(Unit(path, tuple(held[path])) for path in sorted(held, key=self._place))
+
+    def outside_of(self, stage: range) -> tuple[str, ...]:
+        """Paths of the units before and behind all layers that a stage does not have."""
+        paths = {path for aliases in self.owners for _, path in aliases if path not in self.layers}
+        return tuple(path for path in paths if path in self.order and not self._is_in(path, stage))
+
+    def span_of(self, units: Collection[str]) -> range:
+        """The layers among these units, which are a stage's."""
+        own = [index for index, path in enumerate(self.layers) if path in units]
+        return range(own[0], own[-1] + 1) if own else range(0)
+
+    def kv_of(self, stage: range) -> Mapping[int, KvLayerShape]:
+        """What a stage's layers keep of a token."""
+        return {index: shape for index, shape in self.kv.items() if index in stage}
+
+    def _is_in(self, path: str, stage: range) -> bool:
+        if path in self.layers:
+            return self.layers.index(path) in stage
+        if self._place(path) < self._place(self.layers[0]):
+            return stage.start == 0
+        return stage.stop == len(self.layers)
+
+    def _place(self, path: str) -> int:
+        return self.order.get(path, -1)
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -156,11 +202,12 @@ def layer_kind(layer: torch.nn.Module) -> tuple[object, ...]:
 def trace(module: PreTrainedModel) -> Architecture:
     """Run a module that is on the meta device, and say what happened. Of layers of one kind only the first computes."""
     list_path, layers = decoder_layers(module)
-    owners = _tensor_owners(module, list_path, len(layers))
+    paths = tuple(f"{list_path}.{index}" for index in range(len(layers)))
+    owners = _tensor_owners(module, paths)
     observer = _Observer(gate=lambda nbytes: None)
     with ExitStack() as stack:
         _repeat_kinds(layers, observer, stack)
-        for path in dict.fromkeys(path for paths in owners.values() for path in paths):
+        for path in dict.fromkeys(path for aliases in owners for _, path in aliases):
             part = module.get_submodule(path)
             hook = part.register_forward_pre_hook(lambda module, args, path=path: observer.ran(path))
             stack.callback(hook.remove)
@@ -180,7 +227,15 @@ def trace(module: PreTrainedModel) -> Architecture:
             f"{len(layers) - len(observer.layers)} of the {len(layers)} layers of {type(module).__name__} have no "
             "attention that can be replaced by paged attention; recurrent and hybrid models are not supported."
         )
-    return Architecture(_units(owners, observer.order), dict(sorted(observer.layers.items())))
+    first = observer.first_output
+    return Architecture(
+        layers=paths,
+        owners=owners,
+        order=observer.order,
+        kv=dict(sorted(observer.layers.items())),
+        hidden_width=(first[0] if isinstance(first, tuple) else first).shape[-1],
+        layers_return_tuples=isinstance(first, tuple),
+    )
 
 
 def _repeat_kinds(layers: torch.nn.ModuleList, observer: _Observer, stack: ExitStack) -> None:
@@ -193,6 +248,8 @@ def _repeat_kinds(layers: torch.nn.ModuleList, observer: _Observer, stack: ExitS
 
             def keep(module: torch.nn.Module, args: object, output: object, index: int = index) -> None:
                 outputs[index] = output
+                if index == 0:
+                    observer.first_output = output
 
             stack.callback(layer.register_forward_hook(keep).remove)
         else:
@@ -206,25 +263,14 @@ def _repeat_kinds(layers: torch.nn.ModuleList, observer: _Observer, stack: ExitS
             stack.callback(delattr, layer, "forward")
 
 
-def _tensor_owners(module: PreTrainedModel, list_path: str, depth: int) -> dict[str, tuple[str, ...]]:
-    """For each parameter or persistent buffer, by its first name, the units that use it (several if it is tied)."""
-    persistent = module.state_dict(keep_vars=True)
-    firsts: dict[int, str] = {}
-    owners: dict[str, tuple[str, ...]] = {}
-    inside = tuple(f"{list_path}.{index}." for index in range(depth))
-    for name, tensor in persistent.items():
-        layer = next((prefix[:-1] for prefix in inside if name.startswith(prefix)), None)
-        first = firsts.setdefault(id(tensor), name)
-        owners[first] = (*owners.get(first, ()), layer if layer is not None else name.rpartition(".")[0])
-    return owners
-
-
-def _units(owners: Mapping[str, tuple[str, ...]], order: Mapping[str, int]) -> tuple[Unit, ...]:
-    """Give each tensor to the unit that runs first. What never ran is used unseen, so it goes to the front."""
-    held: dict[str, list[str]] = {}
-    for name, paths in owners.items():
-        held.setdefault(min(paths, key=lambda path: order.get(path, -1)), []).append(name)
-    return tuple(Unit(path, tuple(held[path])) for path in sorted(held, key=lambda path: order.get(path, -1)))
+def _tensor_owners(module: PreTrainedModel, layers: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """For each parameter or persistent buffer its names (several if it is tied), each with the unit that has it."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        layer = next((path for path in layers if name.startswith(f"{path}.")), None)
+        path = layer if layer is not None else name.rpartition(".")[0]
+        owners.setdefault(id(tensor), []).append((name, path))
+    return tuple(map(tuple, owners.values()))
 
 
 @dataclass(slots=True)
@@ -234,6 +280,7 @@ class _Observer:
     gate: Any
     order: dict[str, int] = field(default_factory=dict)
     layers: dict[int, KvLayerShape] = field(default_factory=dict)
+    first_output: Any = None  # of the first layer
 
     def ran(self, path: str) -> None:
         self.order.setdefault(path, len(self.order))

@@ -42,9 +42,16 @@ class KvLayout:
 
     layers: Mapping[int, KvLayerShape]
     dtype: torch.dtype
+    bytes_per_token: int = 0
+    """What blocks have room for; on all ranks of a mesh as much as on the one that needs most, so that all have the
+    same blocks in the same frames."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_token:
+            object.__setattr__(self, "bytes_per_token", self.used_bytes_per_token)
 
     @property
-    def bytes_per_token(self) -> int:
+    def used_bytes_per_token(self) -> int:
         return sum(map(row_width, self.layers.values())) * self.dtype.itemsize
 
     @property
@@ -75,8 +82,8 @@ class PagedKvCache:
         elements = region_bytes(region)[:usable].view(layout.dtype)
         self.device = elements.device
         # All distances are multiples of the unit, so tables of every row width can be indexed in it.
-        unit = math.gcd(*map(row_width, layout.layers.values()))
         self.block_elements = layout.block_bytes // layout.dtype.itemsize
+        unit = math.gcd(self.block_elements, *map(row_width, layout.layers.values()))
         self.block_stride = self.block_elements // unit
         self.layers: dict[int, KvLayer] = {}
         start = 0

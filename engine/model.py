@@ -18,6 +18,8 @@ from engine.attention import PagedPass, Pass, current_pass
 from engine.batch import StepBatch
 from engine.grammar import Grammars, ImageGrammars
 from engine.kv_cache import KvLayout, PagedKvCache
+from engine.partition import Collectives, cut_module
+from engine.stages import Stage, StageEnd
 from engine.views import region_bytes, view
 from swapper.errors import CorruptImage, UnsupportedModel
 from swapper.frames import Region
@@ -80,7 +82,15 @@ class WeightRegion(Protocol):
 class BoundModel:
     """One rank's shard of a model, ready to run as far as its pages are in. Not for several threads at once."""
 
-    def __init__(self, weights: WeightRegion, image: Image, module: PreTrainedModel, kv: KvLayout) -> None:
+    def __init__(
+        self,
+        weights: WeightRegion,
+        image: Image,
+        module: PreTrainedModel,
+        kv: KvLayout,
+        stage: Stage | None = None,
+    ) -> None:
+        """`stage` is its place in a pipeline, if it has one."""
         manifest = image.manifest
         self.weights = weights
         self.name = manifest.model
@@ -90,13 +100,15 @@ class BoundModel:
         self.kv_layout = kv
         self.grammars: Grammars | None = ImageGrammars(image.path, self.vocab_size)
         self._module = module
+        self._stage = stage
         self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
         self._gpu = self._gpu_passes() if self._device.type == "cuda" else None
 
     @staticmethod
-    def bind(image: Image, shard: WeightRegion) -> BoundModel:
-        """Build the module over the shard's region. Touches no weight, and copies none.
+    def bind(image: Image, shard: WeightRegion, mesh: Collectives | None = None) -> BoundModel:
+        """Build the module over the shard's region; for a rank of a mesh, its part of it. Touches no weight, and copies
+        none.
 
         Raises CorruptImage if the image is not what the model's configuration says, UnsupportedModel if this version of
         transformers cannot build it.
@@ -105,13 +117,21 @@ class BoundModel:
         # Weights bring their own types. Building with any type but torch's default would change that default for the
         # whole process meanwhile, and other models may be running in other threads.
         module = build(read_config(image.path), torch.float32)
-        kv = KvLayout(trace(module).kv, DTYPES[manifest.dtype])
-        if kv.bytes_per_token != manifest.kv_bytes_per_token:
+        if mesh is not None:
+            cut_module(module, mesh)
+        architecture = trace(module)
+        own = architecture.span_of({extent.name for extent in shard.shard.layers})
+        kv = KvLayout(architecture.kv_of(own), DTYPES[manifest.dtype], manifest.kv_bytes_per_token)
+        if kv.used_bytes_per_token > kv.bytes_per_token:
             raise CorruptImage(
-                f"{image.path} was packed for {manifest.kv_bytes_per_token} bytes of keys and values a token, but this "
-                f"version of transformers makes {kv.bytes_per_token}. Add the model again."
+                f"{image.path} was packed for {kv.bytes_per_token} bytes of keys and values a token, but this "
+                f"version of transformers makes {kv.used_bytes_per_token}. Add the model again."
             )
         data = region_bytes(shard.region)
+        stage = None
+        if mesh is not None and mesh.rank.pp > 1:
+            stage = Stage(mesh, architecture.hidden_width, kv.dtype, data.device)
+            stage.keep(module, architecture, own)
         _fill_own_buffers(module, data.device)
         if data.device.type == "cuda":  # passes run on another stream
             torch.cuda.current_stream(data.device).synchronize()
@@ -119,7 +139,7 @@ class BoundModel:
         _bind_tensors(module, data, shard.shard, manifest.model)
         for extent in shard.shard.layers:
             _gate_before(module.get_submodule(extent.name), extent.end)
-        return BoundModel(shard, image, module.requires_grad_(False), kv)
+        return BoundModel(shard, image, module.requires_grad_(False), kv, stage)
 
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)
@@ -158,10 +178,17 @@ class BoundModel:
         keep = {"logits_to_keep": sampled} if self._keeps_logits else {}
         token = current_pass.set(one)
         try:
+            if self._stage is not None:
+                self._stage.begin(tokens.shape[1])
             output = self._module(input_ids=tokens, position_ids=positions, use_cache=False, **keep)
+        except StageEnd:
+            assert self._stage is not None
+            return self._stage.logits_of_last(len(sampled), self.vocab_size)
         finally:
             current_pass.reset(token)
         logits: torch.Tensor = output.logits[0] if self._keeps_logits else output.logits[0, sampled]
+        if self._stage is not None:
+            self._stage.send_logits(logits)
         return logits
 
     def _gpu_passes(self) -> GpuPasses:

@@ -2,7 +2,8 @@
 
 The order is that of execution. Where a checkpoint's tensors are not the module's (other names, one tensor an expert,
 fused projections), they go through transformers' own conversion mapping, one tensor of the module at a time, so that no
-more than that tensor and its parts are in memory.
+more than that tensor and its parts are in memory. What a rank of a mesh holds is what `engine/partition.py` and
+`engine/stages.py` leave of its module.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,6 +26,9 @@ from transformers.core_model_loading import (
 
 from engine.architecture import DTYPES, MODEL_ERRORS, Architecture, build, context_length, read_config, trace
 from engine.kv_cache import KvLayout
+from engine.mesh import MeshRank
+from engine.partition import Cut, OnMeta, cut_module
+from engine.stages import stage_spans
 from swapper.checkpoint import Checkpoint
 from swapper.errors import SourceError
 from swapper.packer import PackPlan, PlannedTensor
@@ -36,27 +40,53 @@ _LEGACY_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_
 def pack_plan(checkpoint: Checkpoint, dtype: str | None = None, tp: int = 1, pp: int = 1) -> PackPlan:
     """Plan an image of a checkpoint; `dtype` None means its own.
 
-    Raises UnsupportedModel if transformers cannot build the model, SourceError if tensors are missing, left over or of
-    the wrong shape.
+    Raises UnsupportedModel if transformers cannot build the model or it cannot be cut like that, SourceError if tensors
+    are missing, left over or of the wrong shape.
     """
-    if tp != 1 or pp != 1:
-        raise SourceError(
-            f"A mesh of tp={tp}, pp={pp} is not supported: models are packed for one GPU. Use --tp 1 --pp 1."
-        )
     config = read_config(checkpoint.path)
     name = _choose_dtype(checkpoint, dtype or config.get_text_config().dtype or config.dtype)
     module = build(config, DTYPES[name])
     architecture = trace(module)
     tensors = _plan_tensors(checkpoint, module, architecture, DTYPES[name])
+    by_name = {planned.name: planned for planned in tensors}
+    whole = {alias: by_name[names[0][0]] for names in architecture.owners for alias, _ in names}
+    spans = stage_spans(architecture, {name: planned.nbytes for name, planned in whole.items()}, pp)
+    parts = [_Part.of(config, DTYPES[name], MeshRank(tp, 1, rank)) for rank in range(tp)]
     return PackPlan(
         architecture=type(module).__name__,
         dtype=name,
         tp=tp,
         pp=pp,
         context_length=context_length(config),
-        kv_bytes_per_token=KvLayout(architecture.kv, DTYPES[name]).bytes_per_token,
-        ranks=(tensors,),
+        kv_bytes_per_token=max(
+            KvLayout(part.architecture.kv_of(span), DTYPES[name]).bytes_per_token for span in spans for part in parts
+        ),
+        ranks=tuple(part.tensors(span, whole) for span in spans for part in parts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's part of every layer."""
+
+    architecture: Architecture
+    cuts: Mapping[str, Cut]
+
+    @staticmethod
+    def of(config: PreTrainedConfig, dtype: torch.dtype, rank: MeshRank) -> _Part:
+        module = build(config, dtype)
+        cuts = cut_module(module, OnMeta(rank))
+        return _Part(trace(module), cuts)
+
+    def tensors(self, stage: range, whole: Mapping[str, PlannedTensor]) -> tuple[PlannedTensor, ...]:
+        """Those of a stage, of which the whole tensors are given by all their names."""
+        planned: list[PlannedTensor] = []
+        for unit in self.architecture.units_of(stage):
+            for name in unit.tensors:
+                one, cut = whole[name], self.cuts.get(name)
+                shape = one.shape if cut is None else cut.shape(one.shape)
+                planned.append(replace(one, name=name, shape=shape, layer=unit.path, cut=cut.of if cut else None))
+        return tuple(planned)
 
 
 def _choose_dtype(checkpoint: Checkpoint, wanted: str | torch.dtype | None) -> str:

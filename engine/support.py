@@ -8,7 +8,8 @@ found, too.
 
 What is cut: layers after the first of each kind; the vocabulary to 256 tokens; windows to 8 tokens, so that the test's
 sequences outgrow them. Models that are still too large lose, in this order, experts, width of their feed-forward
-networks, and heads together with hidden width.
+networks, and heads together with hidden width. For a mesh, the cut model is packed for that mesh and runs in as many
+threads as it has ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -27,8 +29,12 @@ from transformers.utils import logging
 
 from engine.architecture import MODEL_ERRORS, build, decoder_layers, layer_kind, read_config, trace
 from engine.batch import SequenceSlice, StepBatch
+from engine.mesh import MeshRank
 from engine.model import BoundModel
+from engine.partition import OnMeta, cut_module
 from engine.plan import pack_plan
+from engine.stages import balance
+from engine.thread_mesh import ThreadMesh
 from swapper.checkpoint import Checkpoint
 from swapper.errors import GswapdError, UnsupportedModel
 from swapper.frames import Region
@@ -52,19 +58,21 @@ _PASSES = ({0: 19, 1: 5}, {0: 1, 1: 16}, {0: 1, 1: 1, 2: 23}, {0: 3, 1: 2, 2: 1}
 """New tokens of each sequence in each pass: chunks and decodes, alone and together."""
 
 
-def check_supported(checkpoint: Checkpoint) -> None:
-    """Raises UnsupportedModel, with the reason, if the engine cannot serve a checkpoint's architecture."""
+def check_supported(checkpoint: Checkpoint, tp: int = 1, pp: int = 1) -> None:
+    """Raises UnsupportedModel, with the reason, if the engine cannot serve a checkpoint on such a mesh."""
     config = read_config(checkpoint.path)
     _refuse_by_name(config)
     module = build(config, torch.float32)
     _refuse_other_heads(checkpoint.config, module)
     trace(module)
-    cut = _cut(config, module)
+    cut_module(build(config, torch.float32), OnMeta(MeshRank(tp)))
+    balance(0, [1] * len(decoder_layers(module)[1]), 0, pp)
+    cut = _cut(config, module, tp, pp)
     with tempfile.TemporaryDirectory(prefix="gswapd-check-") as scratch, _no_progress_bar():
         model = _random_model(cut)
         try:
             model.save_pretrained(Path(scratch) / "checkpoint")
-            difference = _difference(model, Path(scratch))
+            difference = _difference(model, Path(scratch), tp, pp)
         except (GswapdError, *MODEL_ERRORS) as error:
             raise UnsupportedModel(f"A small random {type(module).__name__} does not run: {error}") from error
     if not difference <= _TOLERANCE:  # NaN is no proof either
@@ -97,9 +105,9 @@ def _refuse_other_heads(raw: Mapping[str, Any], module: PreTrainedModel) -> None
 # ---- the cut model
 
 
-def _cut(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedConfig:
+def _cut(config: PreTrainedConfig, module: PreTrainedModel, tp: int, pp: int) -> PreTrainedConfig:
     """The same configuration, as small as the check needs it."""
-    depth = _depth(module)
+    depth = max(_depth(module), pp)
     cut = deepcopy(config)
     for name, value in list(vars(cut).items()):
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -112,9 +120,11 @@ def _cut(config: PreTrainedConfig, module: PreTrainedModel) -> PreTrainedConfig:
         if isinstance(getattr(cut, name, None), int):
             setattr(cut, name, min(getattr(cut, name), _WINDOW))
     error: UnsupportedModel | None = None
-    for candidate in _narrower(cut):
+    for candidate in _narrower(cut, tp):
         try:
-            if _nbytes(build(candidate, torch.float32)) <= _LARGEST_BYTES:
+            small = build(candidate, torch.float32)
+            cut_module(small, OnMeta(MeshRank(tp)))
+            if _nbytes(small) * tp <= _LARGEST_BYTES:
                 return candidate
         except UnsupportedModel as refused:  # widths that do not go together
             error = refused
@@ -137,7 +147,7 @@ def _nbytes(module: PreTrainedModel) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def _narrower(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _narrower(config: PreTrainedConfig, tp: int) -> Iterator[PreTrainedConfig]:
     """The configuration, and narrower and narrower ones."""
     yield config
     fewer = deepcopy(config)
@@ -146,7 +156,7 @@ def _narrower(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         if isinstance(count := getattr(fewer, name, None), int):
             setattr(fewer, name, min(count, 2 * max(chosen, getattr(config, "n_group", None) or 1)))
     yield fewer
-    thin = _divided(fewer, _FEED_FORWARD, 32, least=64)
+    thin = _divided(fewer, _FEED_FORWARD, 32, least=64 * tp)
     yield thin
     for factor in (2, 4, 8, 16, 32):
         yield _divided(thin, _WIDTHS, factor)
@@ -182,9 +192,9 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
 class MemoryShard:
     """A shard over a piece of plain memory. It starts out as NaN; `load` brings bytes in, from the front."""
 
-    def __init__(self, image: Image, device: str = "cpu") -> None:
-        self.shard = image.manifest.shards[0]
-        self._path = image.shard_path(0)
+    def __init__(self, image: Image, device: str = "cpu", rank: int = 0) -> None:
+        self.shard = image.manifest.shards[rank]
+        self._path = image.shard_path(rank)
         self._loaded = 0
         self._memory = _nan_bytes(self.shard.nbytes).to(device)
         self.region = Region(self._memory.data_ptr(), self.shard.nbytes, device)
@@ -207,31 +217,54 @@ def _nan_bytes(nbytes: int) -> torch.Tensor:
     return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
 
 
-def _difference(model: PreTrainedModel, scratch: Path) -> float:
+def _difference(model: PreTrainedModel, scratch: Path, tp: int, pp: int) -> float:
     """The largest difference between a saved model's logits and those of its image, as a part of the largest logit."""
     checkpoint = Checkpoint(scratch / "checkpoint")
     directory = scratch / "image"
     directory.mkdir()
-    pack(pack_plan(checkpoint, "float32"), checkpoint, "check", directory)
+    pack(pack_plan(checkpoint, "float32", tp, pp), checkpoint, "check", directory)
     image = Image.open(directory)
-    shard = MemoryShard(image)
-    bound = BoundModel.bind(image, shard)
     lengths = [sum(new.get(index, 0) for new in _PASSES) for index in range(3)]
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(bound.vocab_size, (length,), generator=generator) for length in lengths]
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    prompts = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
     with torch.no_grad():
         expected = [model(input_ids=prompt[None], use_cache=False).logits[0] for prompt in prompts]
     scale = max(float(logits.abs().max()) for logits in expected)
     worst = 0.0
-    for index, first, logits in _run(bound, shard, [prompt.tolist() for prompt in prompts]):
+    for index, first, logits in _run_on_all(image, [prompt.tolist() for prompt in prompts]):
         difference = float((logits - expected[index][first : first + len(logits)]).abs().max()) / scale
         if not difference <= worst:  # NaN, too
             worst = difference
     return worst
 
 
-def _run(bound: BoundModel, shard: MemoryShard, prompts: list[list[int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Run the prompts in chunks: (sequence, place of the first token, logits of the chunk)."""
+_Chunk = tuple[int, int, torch.Tensor]
+"""(sequence, place of the first token, logits)."""
+
+
+def _run_on_all(image: Image, prompts: list[list[int]]) -> list[_Chunk]:
+    """Run the prompts on every rank of a mesh, a thread each; what the leader got."""
+    meshes = ThreadMesh.of(image.manifest.tp, image.manifest.pp)
+    with ThreadPoolExecutor(len(meshes)) as threads:
+        runs = [threads.submit(_run_on, mesh, image, prompts) for mesh in meshes]
+        failed = [error for run in runs if (error := run.exception()) is not None]
+        if failed:  # a rank that another one left alone raises RuntimeError, too
+            raise min(failed, key=lambda error: isinstance(error, RuntimeError))
+        return runs[0].result()
+
+
+def _run_on(mesh: ThreadMesh, image: Image, prompts: list[list[int]]) -> list[_Chunk]:
+    try:
+        shard = MemoryShard(image, rank=mesh.rank.rank)
+        return list(_run(BoundModel.bind(image, shard, mesh), shard, prompts))
+    except BaseException:
+        mesh.abort()
+        raise
+
+
+def _run(bound: BoundModel, shard: MemoryShard, prompts: list[list[int]]) -> Iterator[_Chunk]:
+    """Run the prompts in chunks."""
     blocks = [kv_blocks(len(prompt)) for prompt in prompts]
     nbytes = sum(blocks) * KV_BLOCK_TOKENS * bound.kv_bytes_per_token
     memory = _nan_bytes(nbytes)

@@ -14,6 +14,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +27,7 @@ from swapper.durable import copy_file, write_file
 from swapper.errors import SourceError, StoreError
 from swapper.geometry import GRANULE_BYTES
 from swapper.granules import GranuleHasher
-from swapper.header import SAFETENSORS_WORDS, encode_header
+from swapper.header import SAFETENSORS_WORDS, encode_header, tensor_nbytes
 from swapper.image import FORMAT_VERSION, MANIFEST, Manifest, Progress, Shard
 from swapper.layout import PAD_PREFIX, Layout, lay_out
 
@@ -60,6 +61,11 @@ class PlannedTensor:
     layer: str  # path of the module whose forward pass touches it, e.g. "model.layers.0"
     sources: tuple[str, ...]  # the checkpoint's tensors that `build` reads
     build: Callable[[Checkpoint], torch.Tensor]
+    cut: Callable[[torch.Tensor], torch.Tensor] | None = None  # the rank's part of what was built; None: all of it
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_nbytes(SAFETENSORS_WORDS[self.dtype], self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,9 @@ class PackPlan:
     pp: int
     context_length: int
     kv_bytes_per_token: int  # on the rank that holds most
-    ranks: tuple[tuple[PlannedTensor, ...], ...]  # each in execution order; tensors of one layer lie side by side
+    ranks: tuple[tuple[PlannedTensor, ...], ...]
+    """Each in execution order; tensors of one layer lie side by side. Of the ranks of a stage, the first has all that
+    the others have a part of."""
 
 
 def pack(
@@ -93,10 +101,9 @@ def pack(
             target = directory / file.relative_to(checkpoint.path)
             target.parent.mkdir(exist_ok=True)
             copy_file(file, target)
-        shards = tuple(
-            _write_shard(rank, planned, layouts[rank], checkpoint, directory, meter)
-            for rank, planned in enumerate(plan.ranks)
-        )
+        shards: list[Shard] = []
+        for first in range(0, len(plan.ranks), plan.tp):
+            shards += _write_stage(plan, first, layouts, checkpoint, directory, meter)
         manifest = Manifest(
             version=FORMAT_VERSION,
             model=model,
@@ -107,7 +114,7 @@ def pack(
             pp=plan.pp,
             context_length=plan.context_length,
             kv_bytes_per_token=plan.kv_bytes_per_token,
-            shards=shards,
+            shards=tuple(shards),
         )
         write_file(directory / MANIFEST, manifest.to_json())
     except OSError as error:
@@ -161,36 +168,60 @@ def _write_error(error: OSError, directory: Path) -> StoreError:
     return StoreError(f"The image cannot be written to {directory}: {error}.")
 
 
-def _write_shard(
-    rank: int,
-    planned: tuple[PlannedTensor, ...],
-    layout: Layout,
-    checkpoint: Checkpoint,
-    directory: Path,
-    meter: _Meter,
-) -> Shard:
-    path = directory / f"rank-{rank}.safetensors"
-    header = encode_header(layout.file_tensors)
-    with path.open("wb") as file:
-        file.write(header)
-        writer = _DataWriter(file, meter)
-        remaining = iter(planned)
-        for entry in layout.file_tensors:
-            if entry.name.startswith(PAD_PREFIX):
-                writer.write(memoryview(bytes(entry.nbytes)))
-            else:
-                _write_tensor(writer, next(remaining), checkpoint)
-        file.flush()
-        os.fsync(file.fileno())
-    return Shard(
-        rank=rank,
-        file=path.name,
-        data_start=len(header),
-        nbytes=layout.nbytes,
-        granules=writer.hasher.finish(),
-        tensors=layout.tensors,
-        layers=layout.layers,
-    )
+def _write_stage(
+    plan: PackPlan, first: int, layouts: list[Layout], checkpoint: Checkpoint, directory: Path, meter: _Meter
+) -> list[Shard]:
+    """Write the shards of a stage's ranks side by side: what they share is read and built once."""
+    ranks = range(first, first + plan.tp)
+    with ExitStack() as stack:
+        writers = [_ShardWriter(rank, layouts[rank], directory, meter, stack) for rank in ranks]
+        parts = [{planned.name: planned for planned in plan.ranks[rank]} for rank in ranks]
+        for planned in plan.ranks[first]:
+            built = planned.build(checkpoint).detach()
+            for writer, part in zip(writers, parts, strict=True):
+                if planned.name in part:
+                    writer.write(part[planned.name], built, checkpoint)
+            del built
+        return [writer.finish() for writer in writers]
+
+
+class _ShardWriter:
+    """One rank's file under way."""
+
+    def __init__(self, rank: int, layout: Layout, directory: Path, meter: _Meter, stack: ExitStack) -> None:
+        self._rank = rank
+        self._layout = layout
+        self._path = directory / f"rank-{rank}.safetensors"
+        self._header = encode_header(layout.file_tensors)
+        self._file = stack.enter_context(self._path.open("wb"))
+        self._file.write(self._header)
+        self._data = _DataWriter(self._file, meter)
+        self._entries = iter(layout.file_tensors)
+
+    def write(self, planned: PlannedTensor, built: torch.Tensor, checkpoint: Checkpoint) -> None:
+        """Write the rank's part of a tensor, with the padding before it."""
+        for entry in self._entries:
+            if not entry.name.startswith(PAD_PREFIX):
+                assert entry.name == planned.name
+                _write_tensor(self._data, planned, built, checkpoint)
+                return
+            self._data.write(memoryview(bytes(entry.nbytes)))
+
+    def finish(self) -> Shard:
+        for entry in self._entries:
+            assert entry.name.startswith(PAD_PREFIX), f"{entry.name} was not written"
+            self._data.write(memoryview(bytes(entry.nbytes)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return Shard(
+            rank=self._rank,
+            file=self._path.name,
+            data_start=len(self._header),
+            nbytes=self._layout.nbytes,
+            granules=self._data.hasher.finish(),
+            tensors=self._layout.tensors,
+            layers=self._layout.layers,
+        )
 
 
 class _DataWriter:
@@ -207,19 +238,19 @@ class _DataWriter:
         self._meter.add(len(data))
 
 
-def _write_tensor(writer: _DataWriter, planned: PlannedTensor, checkpoint: Checkpoint) -> None:
-    """Build one tensor and write it in its planned dtype, converted a granule at a time.
+def _write_tensor(writer: _DataWriter, planned: PlannedTensor, built: torch.Tensor, checkpoint: Checkpoint) -> None:
+    """Write a rank's part of a tensor in its planned dtype, converted a granule at a time.
 
     Nothing of it outlives the call: a piece, if not converted, is a view that would keep the whole tensor in memory.
     """
-    built = planned.build(checkpoint).detach()
-    if tuple(built.shape) != planned.shape:
+    part = built if planned.cut is None else planned.cut(built)
+    if tuple(part.shape) != planned.shape:
         raise SourceError(
-            f"Tensor {planned.name} has shape {list(built.shape)} in {checkpoint.path}; its config.json calls for "
+            f"Tensor {planned.name} has shape {list(part.shape)} in {checkpoint.path}; its config.json calls for "
             f"{list(planned.shape)}. Config and weights are of different models."
         )
     dtype = getattr(torch, planned.dtype)
-    elements = GRANULE_BYTES // built.element_size()
+    elements = GRANULE_BYTES // part.element_size()
     # A scalar has no dimension to split, and a transposed tensor no flat view: reshape makes both flat.
-    for piece in torch.split(built.reshape(-1), elements):
+    for piece in torch.split(part.reshape(-1), elements):
         writer.write(piece.to(dtype).view(torch.uint8).numpy().data)

@@ -28,14 +28,11 @@ def add_model(
     Raises SourceError (UnsupportedModel if it is the architecture that cannot be served) or StoreError; the store is
     then as it was.
     """
-    if (tp, pp) != (1, 1):
-        raise SourceError(
-            f"A mesh of tp={tp} × pp={pp} is not supported yet: this release serves a model on one GPU. "
-            "Leave tp and pp at 1."
-        )
+    if tp < 1 or pp < 1:
+        raise SourceError(f"There is no mesh of tp={tp} × pp={pp}: both are 1 or more.")
     # The name is claimed first: checking and packing take long, and would be for nothing.
     with store.adding(name) as directory:
         checkpoint = Checkpoint(source)
-        check_supported(checkpoint)
+        check_supported(checkpoint, tp, pp)
         pack(pack_plan(checkpoint, dtype, tp, pp), checkpoint, name, directory, progress)
     return store.open(name)

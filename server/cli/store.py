@@ -53,8 +53,8 @@ def add(
     dtype: Annotated[
         str | None, typer.Option(help="Convert to bfloat16, float16 or float32. Default: the checkpoint's.")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: GPUs that share each layer.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages: GPUs that have some of the layers each.")] = 1,
     store: StorePath = None,
 ) -> None:
     """Check a checkpoint, pack it for paging and put it into the store. A serving daemon sees it at once."""
@@ -73,8 +73,10 @@ def add(
 
     with progress_bar(f"packing {name}") as progress:
         image = add_model(where, source, name, dtype=dtype, tp=tp, pp=pp, progress=progress)
-    size = sum(shard.nbytes for shard in image.manifest.shards)
-    print(f"added {name}: {image.manifest.architecture}, {image.manifest.dtype}, {human_bytes(size)}")
+    manifest = image.manifest
+    size = sum(shard.nbytes for shard in manifest.shards)
+    mesh = "" if len(manifest.shards) == 1 else f" for a mesh of {tp} × {pp}"
+    print(f"added {name}: {manifest.architecture}, {manifest.dtype}, {human_bytes(size)}{mesh}")
 
 
 def rm(name: Name, store: StorePath = None) -> None:

@@ -217,9 +217,3 @@ def test_models_that_transformers_does_not_know_are_refused_and_their_code_is_no
     with pytest.raises(UnsupportedModel, match="own code, which is never run"):
         pack_plan(change_config(tmp_path, model_type="homegrown", auto_map=own_code))
     pack_plan(change_config(tmp_path, model_type="llama", auto_map=own_code))  # a known model does not need it
-
-
-def test_meshes_are_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    with pytest.raises(SourceError, match="tp=2"):
-        pack_plan(Checkpoint(tmp_path), tp=2)

@@ -133,11 +133,17 @@ def test_experts_stored_one_by_one_are_packed_as_the_module_has_them(store: Stor
 # ---- what is refused
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 0}])
-def test_a_mesh_of_several_gpus_is_refused_in_this_release(store: Store, llama: Path, mesh: dict[str, int]) -> None:
-    with pytest.raises(SourceError, match=r"serves a model on one GPU.*Leave tp and pp at 1"):
-        add_model(store, llama, "llama", **mesh)
-    assert not store.root.exists()
+def test_a_model_is_added_for_a_mesh(store: Store, llama: Path) -> None:
+    manifest = add_model(store, llama, "llama", tp=2, pp=2).manifest
+    assert (manifest.tp, manifest.pp, len(manifest.shards)) == (2, 2, 4)
+
+
+def test_a_mesh_that_does_not_fit_the_model_is_refused(store: Store, llama: Path) -> None:
+    with pytest.raises(SourceError, match=r"3 does not divide its 4 attention heads.*Degrees that work: 1, 2, 4 "):
+        add_model(store, llama, "llama", tp=3)
+    with pytest.raises(SourceError, match="no mesh"):
+        add_model(store, llama, "llama", tp=0)
+    assert store.list() == ()
 
 
 def test_an_architecture_that_cannot_be_served_leaves_the_store_as_it_was(

@@ -1,24 +1,36 @@
-"""A model of a real one's shape with random weights, made in GPU memory: nothing is written to a disk.
+"""Models of a real one's shape with random weights: in GPU memory, or as images in a store.
 
-It is bound and served like any other; only its bytes come from a random number generator.
+They are bound and served like any other; only their bytes come from a random number generator. An image is written page
+by page, each of a seed of its own, so that siblings that have some pages in common are made by having some seeds in
+common. Its tokens are words (" t17"), so that texts and tokens tell the same.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from blake3 import blake3
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
 
 from engine.architecture import DTYPES, build, read_config, trace
 from engine.kv_cache import KvLayout
 from engine.model import BoundModel
 from engine.views import region_bytes, view
+from swapper import libc
 from swapper.frames import FramePool, Region
-from swapper.header import SAFETENSORS_WORDS, TORCH_WORDS
-from swapper.image import FORMAT_VERSION, Image, Manifest, Shard
-from swapper.layout import lay_out
+from swapper.geometry import GRANULE_BYTES
+from swapper.header import SAFETENSORS_WORDS, TORCH_WORDS, encode_header
+from swapper.image import FORMAT_VERSION, MANIFEST, Image, Manifest, Shard
+from swapper.layout import Layout, lay_out
+from swapper.store import Store
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -58,8 +70,8 @@ class ResidentShard:
         """Nobody waits."""
 
 
-def make_model(config: dict[str, object], dtype: str, name: str, pool: FramePool, directory: Path) -> BoundModel:
-    """Fill frames of the pool with random weights and bind the model to them. `directory` gets its configuration."""
+def describe(config: dict[str, object], dtype: str, name: str, directory: Path) -> tuple[Layout, Manifest]:
+    """Where a model's tensors lie, and its manifest but for the shard. `directory` gets its configuration."""
     (directory / "config.json").write_text(json.dumps(config))
     parsed = read_config(directory)
     module = build(parsed, DTYPES[dtype])
@@ -70,7 +82,6 @@ def make_model(config: dict[str, object], dtype: str, name: str, pool: FramePool
         for unit in architecture.units
         for tensor in unit.tensors
     )
-    shard = Shard(0, "none", 0, layout.nbytes, (), layout.tensors, layout.layers)
     manifest = Manifest(
         version=FORMAT_VERSION,
         model=name,
@@ -81,12 +92,70 @@ def make_model(config: dict[str, object], dtype: str, name: str, pool: FramePool
         pp=1,
         context_length=parsed.max_position_embeddings,
         kv_bytes_per_token=KvLayout(architecture.kv, DTYPES[dtype]).bytes_per_token,
-        shards=(shard,),
+        shards=(),
     )
+    return layout, manifest
+
+
+def make_model(config: dict[str, object], dtype: str, name: str, pool: FramePool, directory: Path) -> BoundModel:
+    """Fill frames of the pool with random weights and bind the model to them. `directory` gets its configuration."""
+    layout, manifest = describe(config, dtype, name, directory)
+    shard = Shard(0, "none", 0, layout.nbytes, (), layout.tensors, layout.layers)
     resident = ResidentShard(pool, shard)
     data = region_bytes(resident.region)
     for entry in shard.tensors:
         weight = view(data, entry.offset, getattr(torch, TORCH_WORDS[entry.dtype]), entry.shape)
         weight.fill_(1) if len(entry.shape) == 1 else weight.normal_(0, 0.02)
     torch.cuda.synchronize()
-    return BoundModel.bind(Image(directory, manifest, identity=name), resident)
+    return BoundModel.bind(Image(directory, replace(manifest, shards=(shard,)), identity=name), resident)
+
+
+def make_image(
+    store: Store, name: str, config: dict[str, object], dtype: str, seed_of: Callable[[int], int], page_bytes: int
+) -> Image:
+    """Publish a model of random weights; page `i` is made of `seed_of(i)`. On a GPU, if there is one."""
+    with store.adding(name) as directory:
+        layout, manifest = describe(config, dtype, name, directory)
+        _write_tokenizer(directory, int(str(config["vocab_size"])))
+        header = encode_header(layout.file_tensors)
+        path = directory / "rank-0.safetensors"
+        path.write_bytes(header)
+        os.truncate(path, len(header) + layout.nbytes)
+        fd = os.open(path, os.O_RDWR)
+        base = libc.mmap(0, len(header) + layout.nbytes, libc.PROT_READ, libc.MAP_SHARED, fd)
+
+        def write(start: int) -> None:
+            nbytes = min(page_bytes, layout.nbytes - start)
+            os.pwrite(fd, _random_bytes(seed_of(start // page_bytes), nbytes, DTYPES[dtype]), len(header) + start)
+
+        def digest(start: int) -> str:
+            nbytes = min(GRANULE_BYTES, layout.nbytes - start)
+            return blake3(libc.view(base + len(header) + start, nbytes)).hexdigest()
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(write, range(0, layout.nbytes, page_bytes)))
+            for entry in layout.tensors:
+                if len(entry.shape) == 1:  # of norms
+                    ones = torch.ones(entry.shape, dtype=DTYPES[dtype]).view(torch.uint8).numpy()
+                    os.pwrite(fd, memoryview(ones), len(header) + entry.offset)
+            granules = tuple(threads.map(digest, range(0, layout.nbytes, GRANULE_BYTES)))
+        libc.munmap(base, len(header) + layout.nbytes)
+        os.close(fd)
+        shard = Shard(0, path.name, len(header), layout.nbytes, granules, layout.tensors, layout.layers)
+        (directory / MANIFEST).write_text(replace(manifest, shards=(shard,)).to_json())
+    return store.open(name)
+
+
+def _random_bytes(seed: int, nbytes: int, dtype: torch.dtype) -> memoryview:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(nbytes // dtype.itemsize, generator=generator, device=device, dtype=dtype).mul_(0.02)
+    return memoryview(values.view(torch.uint8).cpu().numpy())
+
+
+def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    words = {f"\u0120t{number}": number for number in range(vocabulary)}  # how byte-level tokenizers write a space
+    tokenizer = Tokenizer(WordLevel(words, unk_token="\u0120t0"))
+    tokenizer.decoder = ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

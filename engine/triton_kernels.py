@@ -14,13 +14,20 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _rows_at(address, KIND: tl.constexpr):
+    """A layer's rows, from their address: of a tensor, Triton would ask the driver, which knows no unmapped page."""
+    return tl.multiple_of(address.to(tl.pointer_type(KIND)), [16])
+
+
+@triton.jit
 def write_kernel(
     keys, values, key_head, key_token, value_head, value_token,
-    rows, block_stride, row_width, slots,
-    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    rows_address, block_stride, row_width, slots,
+    KIND: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     KEYS_PAD: tl.constexpr, VALUES_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Put one packed token's keys and values of all heads into its row of the cache; slot -1 has none."""
+    rows = _rows_at(rows_address, KIND)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -36,15 +43,16 @@ def write_kernel(
 @triton.jit(do_not_specialize=["sequences", "window"])
 def attend_kernel(
     query, query_head, query_token,
-    rows, block_stride, row_width,
+    rows_address, block_stride, row_width,
     starts, contexts, tables, cumulated, blocks, sequences,
     sinks, scale, softcap, window,
     out, partial, partial_max, partial_sum,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    DECODE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of one key head's queries over one split of the keys. Softmax is in powers of two."""
+    rows = _rows_at(rows_address, KIND)
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens of a tile
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -13,13 +13,15 @@ import torch
 
 from engine.engine import Engine
 from engine.model import BoundModel
-from swapper.geometry import GRANULE_BYTES
+from swapper.geometry import GRANULE_BYTES, KV_BLOCK_TOKENS
 from swapper.image import Image
 from swapper.pager import PagedShard, Pager
 from tests.engine.fakes import Reports, request
-from tests.engine.memory import pack_image
+from tests.engine.memory import Sequences, pack_image
+from tests.engine.test_attention import random_prompts
+from tests.engine.test_gpu_attention import bound, largest_difference
 from tests.engine.test_gpu_graphs import PATIENCE, Replays
-from tests.models import make_checkpoint
+from tests.models import make_checkpoint, random_model
 from tests.swapper.gpu import needs_gpu, open_device
 from tests.swapper.paging import page_in
 
@@ -148,4 +150,28 @@ def test_a_rehearsal_leaves_the_memory_as_it_was_and_compiles_what_passes_need(
     assert not caplog.records
     assert sum(len(kept[0]) for kept in attend_kernel.device_caches.values()) > before
     assert pool.free == pool.frames
+    pool.close()
+
+
+def test_the_first_pages_of_the_keys_may_be_out_while_others_are_used(tmp_path: Path) -> None:
+    """As when the oldest request ends first. With and without a graph."""
+    from engine.graphs import graphs_of
+    from swapper.cuda_frames import CudaFramePool
+
+    model = bound(tmp_path, "qwen2", **SHAPE)
+    pool = CudaFramePool(open_device(), 1, GRANULE_BYTES)
+    region, frame = pool.reserve(3 * GRANULE_BYTES), pool.take()
+    pool.map(region, 2, frame)
+    blocks = GRANULE_BYTES // (model.kv_bytes_per_token * KV_BLOCK_TOKENS)
+    sequences = Sequences(model, random_prompts(40))
+    sequences.use(model.kv_cache(region), list(range(2 * blocks + 1, 3 * blocks)))
+    sequences.step({0: 30})
+    for _ in range(10):
+        sequences.step({0: 1})
+        assert graphs_of(torch.device("cuda:0")).wait_recorded(PATIENCE)
+    torch.cuda.synchronize()
+    assert largest_difference(random_model("qwen2", **SHAPE).to("cuda:0"), sequences) < 1e-3
+    model.close()
+    pool.unmap(region, 2)
+    pool.release(frame)
     pool.close()

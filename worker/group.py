@@ -272,7 +272,11 @@ class WorkerGroup:
                     return f"{name} gave no sign of life for {self._heartbeat_timeout:g} s"
                 now = self._now()
                 rank.hear(batch.heartbeat, now)
-                self._deliver(merger.merge(batch.reports))
+                merged, undo = merger.merge(rank.worker.spec.rank, batch.reports)
+                self._deliver(merged)
+                for other in self._ranks:
+                    if undo and other is not rank:
+                        other.worker.post(undo)
             except WorkerError as error:
                 return f"{name}: {error}"
             except Exception as error:

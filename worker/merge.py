@@ -1,7 +1,9 @@
 """Reports of a group's ranks become reports of the group.
 
 The leader (rank 0) alone speaks of requests. What every rank is told to do, every rank answers; the group's answer is
-given when the last rank's is there. Ranks that disagree have no common state any more: the group must be rebuilt.
+given when the last rank's is there. A page-in that fails on one rank fails on all: those on which it did not, or not
+yet, are told to undo it, and answer once more. Ranks that disagree in any other way have no common state any more: the
+group must be rebuilt.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TypeVar
 from engine.request import KvReleased, Resumed, Suspended
 from swapper.errors import WorkerError
 from swapper.pager import SourceBytes
-from worker.protocol import PagedIn, PagedOut, PageInFailed, PageOutFailed, Report
+from worker.protocol import FailPageIn, PagedIn, PagedOut, PageInFailed, PageOutFailed, Report
 
 Answer = PagedIn | PageInFailed | PagedOut | PageOutFailed | KvReleased | Suspended | Resumed
 Key = TypeVar("Key")
@@ -21,26 +23,37 @@ Key = TypeVar("Key")
 class ReportMerger:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._waiting: dict[tuple[str, int], list[Answer]] = {}  # (model, epoch) → the answers that are there
+        self._waiting: dict[tuple[str, int], dict[int, Answer]] = {}  # (model, epoch) → rank → its latest answer
 
-    def merge(self, reports: Iterable[Report]) -> Sequence[Report]:
-        """The group's reports that one rank's complete. Raises WorkerError when ranks disagree."""
+    def merge(self, rank: int, reports: Iterable[Report]) -> tuple[Sequence[Report], Sequence[FailPageIn]]:
+        """The group's reports that this rank's complete, and what is to be told to all other ranks.
+
+        Raises WorkerError when ranks disagree.
+        """
         merged: list[Report] = []
+        undo: list[FailPageIn] = []
         for report in reports:
             if not isinstance(report, Answer):
                 merged.append(report)
-            elif (whole := self._collect(report)) is not None:
+                continue
+            if isinstance(report, PageInFailed) and not self._has_failed(report):
+                undo.append(FailPageIn(report.model, report.epoch, report.message))
+            if (whole := self._collect(rank, report)) is not None:
                 merged.append(whole)
-        return merged
+        return merged, undo if self._ranks > 1 else ()
 
-    def _collect(self, answer: Answer) -> Answer | None:
+    def _has_failed(self, answer: PageInFailed) -> bool:
+        others = self._waiting.get((answer.model, answer.epoch), {})
+        return any(isinstance(other, PageInFailed) for other in others.values())
+
+    def _collect(self, rank: int, answer: Answer) -> Answer | None:
         key = (answer.model, answer.epoch)
-        answers = self._waiting.setdefault(key, [])
-        answers.append(answer)
-        if len(answers) < self._ranks:
+        answers = self._waiting.setdefault(key, {})
+        answers[rank] = answer
+        if len(answers) < self._ranks or {type(its) for its in answers.values()} == {PagedIn, PageInFailed}:
             return None
         del self._waiting[key]
-        return answer if self._ranks == 1 else _combine(answers)
+        return answer if self._ranks == 1 else _combine([answers[rank] for rank in sorted(answers)])
 
 
 def _combine(answers: Sequence[Answer]) -> Answer:

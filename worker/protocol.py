@@ -48,6 +48,18 @@ class PageIn:
 
 
 @dataclass(frozen=True, slots=True)
+class FailPageIn:
+    """A page-in that this rank was asked for, too, failed on another rank: the model is to be absent here as well.
+
+    Answered by PageInFailed with the same epoch, also after a PagedIn; by nothing where it failed by itself.
+    """
+
+    model: str
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class PageOut:
     """Keep pages `[0, keep)` only. Answered by PagedOut or PageOutFailed with the same epoch."""
 
@@ -96,7 +108,7 @@ class Cancel:
     request: str
 
 
-Command = AddModel | RemoveModel | PageIn | PageOut | GrantKv | Suspend | Resume | Serve | Cancel
+Command = AddModel | RemoveModel | PageIn | FailPageIn | PageOut | GrantKv | Suspend | Resume | Serve | Cancel
 
 # ---- reports (and the engine's own: see engine/request.py)
 

@@ -39,6 +39,7 @@ from worker.protocol import (
     Batch,
     Cancel,
     Command,
+    FailPageIn,
     GrantKv,
     Heartbeat,
     PagedIn,
@@ -158,6 +159,8 @@ class Shard:
                 self._remove(item)
             case PageIn():
                 self._page_in(item)
+            case FailPageIn():
+                self._fail_page_in(item)
             case PageInEnded():
                 self._page_in_ended(item)
             case BindEnded():
@@ -193,9 +196,14 @@ class Shard:
         except CorruptImage as error:
             self._page_in_failed(slot, [command], str(error))
             return
+        assert slot.paged is not None
+        if command.first == 0:
+            slot.told_in.clear()
         slot.page_ins.append(command)
-        self._pager.page_in(slot.name, command.first, command.last, self._end_of(slot, command))
-        if slot.bound is None and slot.binding is None and slot.image is not None and slot.paged is not None:
+        # Ranks move in lockstep, though this one may have fewer pages than another.
+        first, last = (min(page, slot.paged.page_count) for page in (command.first, command.last))
+        self._pager.page_in(slot.name, first, last, self._end_of(slot, command))
+        if slot.bound is None and slot.binding is None and slot.image is not None:
             slot.binding = self._binder.submit(_build, self._bind, slot.image, slot.paged)
             slot.binding.add_done_callback(lambda binding: self._inbox.complete(BindEnded(slot, binding)))
 
@@ -235,13 +243,13 @@ class Shard:
             return  # told already, with the one that failed before it
         if isinstance(result, Exception):
             doomed, slot.page_ins = slot.page_ins, []  # the pager fails those behind it too
-            self._page_in_failed(slot, doomed, slot.bind_failure or str(result) or repr(result))
+            self._page_in_failed(slot, doomed, slot.doom or str(result) or repr(result))
             return
         slot.page_ins.remove(command)
-        if slot.bind_failure is not None and not slot.page_ins:
-            self._page_in_failed(slot, [command], slot.bind_failure)
+        if slot.doom is not None and not slot.page_ins:
+            self._page_in_failed(slot, [command], slot.doom)
         elif slot.bound is None and slot.paged is not None and result.last == slot.paged.page_count:
-            slot.whole = ended
+            slot.whole.append((ended, result))
         else:
             self._paged_in(ended, result)
 
@@ -251,12 +259,13 @@ class Shard:
         if slot.bound is not None and not slot.bind_told:
             stages["bind"] = slot.bound.seconds
             slot.bind_told = True
+        slot.told_in.add(ended.command.epoch)
         self._log.append(
             [
                 PagedIn(
                     model=slot.name,
-                    first=result.first,
-                    last=result.last,
+                    first=ended.command.first,
+                    last=ended.command.last,
                     epoch=ended.command.epoch,
                     seconds=time.monotonic() - ended.began,
                     sources=result.sources,
@@ -265,17 +274,36 @@ class Shard:
             ]
         )
 
+    def _fail_page_in(self, command: FailPageIn) -> None:
+        """Undo a page-in that failed on another rank. If it is under way, it is given up, and its end goes on here."""
+        slot = self._slots.get(command.model)
+        if slot is None:
+            return
+        under_way = [*slot.page_ins, *(ended.command for ended, _ in slot.whole)]
+        if command.epoch not in slot.told_in and all(command.epoch != its.epoch for its in under_way):
+            return  # it failed here, too, and that was told
+        slot.undone.append(command)
+        if slot.page_ins:
+            self._pager.abort(slot.name)
+        else:
+            self._page_in_failed(slot, [], command.message)
+
     def _page_in_failed(self, slot: ModelSlot, commands: Sequence[PageIn], message: str) -> None:
         """Tell that page-ins failed, once the model is absent and none of its requests are left."""
         logger.warning("A page-in of %s failed: %s", slot.name, message)
         slot.failed = True
         slot.bind_failure = None  # told; the next page-in tries again
+        epochs = {its.epoch for its in commands} | {its.epoch for its in slot.undone}
+        epochs |= {ended.command.epoch for ended, _ in slot.whole}
+        slot.undone.clear()
+        slot.whole.clear()
+        slot.told_in -= epochs
         if slot.bound is not None:
             self._engine.abort(slot.name)
         if slot.paged is not None:
             self._pager.page_out(slot.name, 0)
         self._drop_deferred(slot)
-        self._log.append([PageInFailed(slot.name, command.epoch, message) for command in commands])
+        self._log.append([PageInFailed(slot.name, epoch, message) for epoch in sorted(epochs)])
 
     def _quiesce(self, model: str) -> None:
         """Called by the pager's thread before it takes a failed model's pages away."""
@@ -288,23 +316,23 @@ class Shard:
         if slot.binding is not binding:
             return  # the model was removed meanwhile
         slot.binding = None
-        whole, slot.whole = slot.whole, None
         error = binding.exception()
         if error is not None:
             reason = str(error) if isinstance(error, GswapdError) else repr(error)
             slot.bind_failure = f"The module of {slot.name} cannot be built: {reason}"
-            if whole is not None:
-                self._page_in_failed(slot, [whole.command], slot.bind_failure)
-            elif slot.page_ins:
+            if slot.page_ins:
                 self._pager.abort(slot.name)  # the end of the page-in tells
+            elif slot.whole:
+                self._page_in_failed(slot, [], slot.bind_failure)
             return
         slot.bound = binding.result()
         assert slot.paged is not None
         self._engine.add(slot.bound.module, slot.paged)
         while slot.deferred:
             self._obey(slot.deferred.popleft())
-        if whole is not None and isinstance(whole.result, PageInResult):
-            self._paged_in(whole, whole.result)
+        whole, slot.whole = slot.whole, []
+        for ended, result in whole:
+            self._paged_in(ended, result)
 
     # ---- pages out
 

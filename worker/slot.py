@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.model import ModelRunnerProtocol
 from swapper.image import Image
 from swapper.pager import PagedShard, PageInResult
-from worker.protocol import GrantKv, PageIn, Resume, Serve, Suspend
+from worker.protocol import FailPageIn, GrantKv, PageIn, Resume, Serve, Suspend
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,22 @@ class ModelSlot:
     bind_failure: str | None = None  # why there is no module; told by the last page-in under way, or else by the next
     bind_told: bool = False  # whether a PagedIn has told the bind's seconds
     page_ins: list[PageIn] = field(default_factory=list)  # begun, not ended; oldest first
-    whole: PageInEnded | None = None  # the page-in of the last page has ended; the bind has not
+    whole: list[tuple[PageInEnded, PageInResult]] = field(default_factory=list)  # of the last page; the bind goes on
     failed: bool = False  # the last page-in failed, and no new one was begun at page 0
+    told_in: set[int] = field(default_factory=set)  # epochs of page-ins that PagedIn has told of, since the first page
+    undone: list[FailPageIn] = field(default_factory=list)  # page-ins that failed on other ranks; to be told
     deferred: deque[Serve | GrantKv | Suspend | Resume] = field(
         default_factory=deque
     )  # what the engine gets once the model is bound
 
     @property
+    def doom(self) -> str | None:
+        """Why page-ins under way are to fail, however well they end."""
+        return self.undone[0].message if self.undone else self.bind_failure
+
+    @property
     def is_loading(self) -> bool:
-        return bool(self.page_ins) or self.whole is not None
+        return bool(self.page_ins or self.whole)
 
     @property
     def is_busy(self) -> bool:

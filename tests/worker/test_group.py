@@ -12,7 +12,7 @@ from swapper.errors import NoPlace, WorkerError
 from tests.scheduler.virtual_time import pass_time, settle, virtual_time
 from tests.worker.fake_worker import FakeWorker
 from worker.group import WorkerGroup
-from worker.protocol import GroupLost, GroupUp, PageInFailed, Report, WorkerReady, WorkerSpec
+from worker.protocol import FailPageIn, GroupLost, GroupUp, PageInFailed, Report, WorkerReady, WorkerSpec
 
 HEARTBEAT = 5.0
 STALL = 60.0
@@ -265,6 +265,19 @@ async def test_ranks_that_disagree_are_rebuilt() -> None:
         assert isinstance(house.heard[1], GroupLost)
         assert "disagree about 'm'" in house.heard[1].message
         assert house.heard[2:] == [GroupUp(8, tp=2)]
+
+
+@virtual_time
+async def test_a_page_in_that_fails_on_one_rank_is_undone_on_the_others() -> None:
+    async with House(ranks=3) as house:
+        house.workers[1].report(PageInFailed("m", 1, "no such file"))
+        await settle()
+        undo = FailPageIn("m", 1, "no such file")
+        assert [worker.posted for worker in house.workers] == [[undo], [], [undo]]
+        for rank in (0, 2):
+            house.workers[rank].report(PageInFailed("m", 1, "no such file"))
+        await settle()
+        assert house.heard[1:] == [PageInFailed("m", 1, "no such file")]
 
 
 @virtual_time

@@ -14,6 +14,7 @@ from tests.swapper.paging import FaultyReader
 from tests.worker.house import Gate, House, request, write_image
 from worker.protocol import (
     Cancel,
+    FailPageIn,
     GrantKv,
     PagedIn,
     PagedOut,
@@ -399,3 +400,72 @@ def test_a_defect_ends_the_shard_and_is_told_by_every_poll(house: House) -> None
     with pytest.raises(WorkerError, match="it broke"):
         house.poll(timeout=0)
     house.post(Serve(request("s")))  # harmless
+
+
+# ---- one rank of several
+
+
+def test_a_rank_with_fewer_pages_than_another_moves_in_step_with_it(house: House) -> None:
+    house.add(tags=(1, 2, 3))
+    house.post(PageIn("a", 0, 2, epoch=1), PageIn("a", 2, 4, epoch=2), PageIn("a", 4, 5, epoch=3))
+    reports = house.hear(3)
+    assert [(r.first, r.last, r.epoch) for r in reports if isinstance(r, PagedIn)] == [(0, 2, 1), (2, 4, 2), (4, 5, 3)]
+    house.post(PageOut("a", 4, epoch=4), PageOut("a", 1, epoch=5), PageIn("a", 1, 5, epoch=6))
+    out, further_out, back = house.hear(3)
+    assert isinstance(out, PagedOut)
+    assert isinstance(further_out, PagedOut)
+    assert (out.frames, further_out.frames) == (0, 2)
+    assert isinstance(back, PagedIn)
+
+
+def test_pages_that_did_not_come_in_on_another_rank_are_taken_back(house: House) -> None:
+    house.add(tags=(1, 2, 3))
+    load(house)
+    house.post(Serve(request("r")))
+    assert house.hear() == [Started("r")]
+    house.post(FailPageIn("a", 1, "Its disk is gone."), Serve(request("crossed it")), PageIn("a", 3, 3, epoch=2))
+    assert house.hear(2) == [
+        PageInFailed("a", 1, "Its disk is gone."),
+        PageInFailed("a", 2, "Pages before page 3 of a did not come in."),
+    ]
+    assert house.pool.free == house.pool.frames
+    assert house.engine.running == {}
+    house.post(PageIn("a", 0, 3, epoch=3))
+    [report] = house.hear()
+    assert isinstance(report, PagedIn)
+
+
+def test_a_page_in_that_failed_on_another_rank_is_given_up_with_those_behind_it(slow: House, gate: Gate) -> None:
+    slow.add(tags=(1, 2, 3))
+    slow.post(PageIn("a", 0, 1, epoch=1))
+    gate.next().finish()
+    assert isinstance(slow.hear()[0], PagedIn)
+    slow.post(PageIn("a", 1, 2, epoch=2), PageIn("a", 2, 3, epoch=3))
+    reads = [gate.next(), gate.next()]
+    slow.post(FailPageIn("a", 1, "Its disk is gone."), FailPageIn("a", 2, "Its disk is gone."))
+    slow.until(lambda: not slow.shard._inbox.busy)
+    for read in reads:
+        read.finish()
+    assert slow.hear(3) == [PageInFailed("a", epoch, "Its disk is gone.") for epoch in (1, 2, 3)]
+    assert slow.pool.free == slow.pool.frames
+
+
+def test_a_page_in_that_failed_here_too_is_not_told_twice(house: House, faults: set[int]) -> None:
+    house.add(tags=(1, 2, 3))
+    faults.add(1)
+    house.post(PageIn("a", 0, 3, epoch=1))
+    assert isinstance(house.hear()[0], PageInFailed)
+    house.post(FailPageIn("a", 1, "Its disk is gone."), FailPageIn("nobody", 1, "?"), GrantKv("nobody", 0, 2))
+    assert house.hear() == [KvReleased("nobody", 0, 2)]
+
+
+def test_a_page_in_that_waits_for_the_bind_fails_with_the_other_rank(house: House) -> None:
+    house.may_bind.clear()
+    house.add(tags=(1, 2, 3))
+    house.post(PageIn("a", 0, 3, epoch=1))
+    house.until(lambda: house.pool.free == house.pool.frames - 3)
+    house.post(FailPageIn("a", 1, "Its disk is gone."))
+    assert house.hear() == [PageInFailed("a", 1, "Its disk is gone.")]
+    house.may_bind.set()
+    house.post(PageIn("a", 0, 3, epoch=2))
+    assert isinstance(house.hear()[0], PagedIn)

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
+SHOWN = frozenset(("<tool_call>", "</tool_call>", "[TOOL_CALLS]"))
+"""Special tokens that are text all the same: calls of tools are found by them (`server/openai/tools.py`)."""
 WINDOW = 16  # tokens after which an unknown decoder's replacement character is taken for final
 
 
@@ -37,7 +39,8 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special and token.content not in SHOWN)
         self._steps = _decoder_steps(tokenizer)
         kinds = [step["type"] for step in self._steps]
         self._byte_level = kinds == ["ByteLevel"]

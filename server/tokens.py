@@ -15,6 +15,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any, ParamSpec, TypeVar
@@ -55,6 +56,15 @@ class PromptTooLong(GswapdError):
         self.least = least
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What a chat template is given. `opening` is what the answer has already begun with."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    opening: str = ""
+
+
 class ModelTokenizer:
     """One model's tokenizer. Its methods take time: call them through `Tokenizers`."""
 
@@ -92,16 +102,33 @@ class ModelTokenizer:
             if tokens > 2 * limit:
                 raise PromptTooLong(tokens // 2)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """A conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
-        return self.encode(self.render(messages), rendered=True)
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
+        detokenizer = self.detokenizer()
+        return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as the text that the model was trained on. Raises ChatTemplateError."""
-        if not self._tokenizer.chat_template:
+    @property
+    def chat_template(self) -> str:
+        """The one that is used with tools, if there are several. Raises ChatTemplateError."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        if not template:
             raise ChatTemplateError(f"Model {self.model!r} has no chat template; use /v1/completions with it.")
+        return str(template)
+
+    def encode_chat(self, chat: Chat) -> tuple[int, ...]:
+        """A conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
+        return self.encode(self.render(chat), rendered=True)
+
+    def render(self, chat: Chat) -> str:
+        """The conversation as the text that the model was trained on. Raises ChatTemplateError."""
+        assert self.chat_template
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            text = self._tokenizer.apply_chat_template(
+                list(chat.messages), tools=list(chat.tools) or None, tokenize=False, add_generation_prompt=True
+            )
+            return f"{text}{chat.opening}"
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ChatTemplateError(f"The chat template of {self.model!r} refuses these messages: {error}") from error
 
@@ -172,15 +199,13 @@ class Tokenizers:
             return await self.run(tokenizer.encode, text)
         return await self._encode_long(tokenizer, text, limit, rendered=False)
 
-    async def encode_chat(
-        self, tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, Any]], limit: int
-    ) -> tuple[int, ...]:
+    async def encode_chat(self, tokenizer: ModelTokenizer, chat: Chat, limit: int) -> tuple[int, ...]:
         """The same for a conversation; raises ChatTemplateError as well."""
-        many = len(messages) > LONG_CONVERSATION
-        if not many and sum(len(message["content"]) for message in messages) <= LONG_TEXT:
-            return await self.run(tokenizer.encode_chat, messages)
+        many = len(chat.messages) > LONG_CONVERSATION
+        if not many and sum(len(message["content"]) for message in chat.messages) <= LONG_TEXT:
+            return await self.run(tokenizer.encode_chat, chat)
         # How long it is shows when it is rendered: templates leave out what they like.
-        text = await (self._run_long if many else self.run)(tokenizer.render, messages)
+        text = await (self._run_long if many else self.run)(tokenizer.render, chat)
         return await self._encode_long(tokenizer, text, limit, rendered=True)
 
     async def _encode_long(self, tokenizer: ModelTokenizer, text: str, limit: int, rendered: bool) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ _PHRASES: dict[str, str | Callable[[Context], str]] = {
     "less_than_equal": lambda context: f"must be at most {context['le']}",
     "list_type": "must be a list",
     "tuple_type": "must be a list",
+    "string_pattern_mismatch": "may have only letters, digits, '_', '-' and '.'",
     "too_short": lambda context: f"must have at least {_items(context['min_length'])}",
     "too_long": lambda context: f"must have at most {_items(context['max_length'])}",
     "dict_type": "must be an object with named fields",

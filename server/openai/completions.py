@@ -1,4 +1,6 @@
-"""POST /v1/completions: plain text in, plain text out; several prompts in one request make several choices."""
+"""POST /v1/completions: plain text in, plain text out; several prompts in one request, or `n`, make several
+choices.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from fastapi import APIRouter, Request, Response
 from server.catalog import CatalogModel
 from server.errors import ApiError
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, ScoredToken, generation_of, merge, prompt_too_long
+from server.openai.generation import Generation, Prompt, Rules, ScoredToken, generations_of, merge, prompt_too_long
 from server.openai.schemas import CompletionRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
+from server.openai.structured import grammar_of
 from server.service import Service, service_of
 from server.tokens import ModelTokenizer, PromptTooLong
 
@@ -44,25 +47,19 @@ async def create(request: Request) -> Response:
 async def _generations(
     service: Service, body: CompletionRequest, model: CatalogModel, identity: str
 ) -> list[Generation]:
-    """One for each prompt; none of them is submitted before all are known to be valid."""
+    """`n` for each prompt; none of them is submitted before all are known to be valid."""
     tokenizer = await service.tokenizers.get(model.name, model.path, model.stamp)
-    generations = []
+    rules = Rules(await service.tokenizers.run(grammar_of, body))
+    generations: list[Generation] = []
     for index, given in enumerate(body.prompts):
         param = "prompt" if len(body.prompts) == 1 else f"prompt[{index}]"
-        prompt = await _tokens(service, model, tokenizer, given, param)
-        generations.append(
-            generation_of(
-                service,
-                model,
-                tokenizer,
-                body,
-                f"{identity}-{index}",
-                prompt,
-                param,
-                DEFAULT_MAX_TOKENS,
-                body.logprobs,
-            )
-        )
+        tokens = await _tokens(service, model, tokenizer, given, param)
+        echo = None
+        if body.echo:
+            echo = given if isinstance(given, str) else await service.tokenizers.run(tokenizer.decode, tokens)
+        prompt = Prompt(tokens, param, echo)
+        name = f"{identity}-{index}"
+        generations += generations_of(service, model, tokenizer, body, name, prompt, DEFAULT_MAX_TOKENS, rules)
     return generations
 
 
@@ -146,7 +143,10 @@ def _logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[
 
     return {
         "tokens": [spell(one.token) for one in scored],
-        "token_logprobs": [bounded(one.logprob.logprob) for one in scored],
-        "top_logprobs": [{spell(t): bounded(logprob) for t, logprob in one.logprob.top.items()} for one in scored],
+        "token_logprobs": [one.logprob and bounded(one.logprob.logprob) for one in scored],
+        "top_logprobs": [
+            one.logprob and {spell(token): bounded(logprob) for token, logprob in one.logprob.top.items()}
+            for one in scored
+        ],
         "text_offset": [one.offset for one in scored],
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.request import GenerationRequest, SamplingParams, TokenLogprob, Tokens
 from scheduler.interface import Room
@@ -19,6 +19,7 @@ from server.catalog import CatalogModel
 from server.config import SamplingDefaults
 from server.errors import ApiError
 from server.openai.schemas import Generate
+from server.openai.tools import ToolCall, ToolCallParser
 from server.service import Service
 from server.stops import StopMatcher
 from server.tokens import ModelTokenizer
@@ -27,26 +28,48 @@ from swapper.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token with its log-probability; `offset` is where its text begins in the answer's."""
+    """A token with its log-probability, which a prompt's first has none of; `offset` is where its text begins."""
 
     token: int
-    logprob: TokenLogprob
+    logprob: TokenLogprob | None
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that became certain, with the tokens it came from where they were scored. `finish` is set on the last."""
+    """What became certain: text, the tokens it came from where they were scored, calls of tools. `finish` is set on the
+    last.
+    """
 
     text: str
     scored: Sequence[ScoredToken] = ()
+    calls: Sequence[ToolCall] = ()
     finish: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: tuple[int, ...]
+    param: str  # what it came in, for errors
+    echo: str | None = None  # what an answer is to begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an answer has to be, and how it is read."""
+
+    grammar: str | None = None
+    parser: Callable[[], ToolCallParser] | None = None  # makes one for an answer that may have calls
+
+
 def sampling_params(
-    body: Generate, defaults: SamplingDefaults, stop_tokens: frozenset[int], max_tokens: int, logprobs: int | None
+    body: Generate, defaults: SamplingDefaults, tokenizer: ModelTokenizer, max_tokens: int
 ) -> SamplingParams:
     """What the request says, else what the configuration says of the model."""
+    unknown = next((token for token in body.logit_bias if token >= tokenizer.vocabulary_size), None)
+    if unknown is not None:
+        message = f"Parameter 'logit_bias' is invalid: {unknown} is not a token; there are {tokenizer.vocabulary_size}."
+        raise ApiError(400, message, "invalid_value", "logit_bias")
 
     def choose(name: str) -> float:
         asked = getattr(body, name)
@@ -63,8 +86,9 @@ def sampling_params(
         frequency_penalty=choose("frequency_penalty"),
         seed=random.getrandbits(63) if body.seed is None else body.seed % (1 << 63),
         max_tokens=max_tokens,
-        stop_tokens=stop_tokens,
-        logprobs=logprobs,
+        stop_tokens=tokenizer.stop_tokens,
+        logprobs=body.wanted_logprobs,
+        logit_bias=body.logit_bias,
     )
 
 
@@ -135,7 +159,14 @@ class Generation:
         tokenizer: ModelTokenizer,
         request: GenerationRequest,
         stops: Sequence[str],
+        *,
+        echo: str | None = None,
+        only_echo: bool = False,
+        parser: ToolCallParser | None = None,
+        is_first: bool = True,
     ) -> None:
+        """`is_first`: of the answers to its prompt, whose tokens count once."""
+        self.is_first = is_first
         self.tokenizer = tokenizer
         self.prompt_tokens = len(request.prompt)
         self.completion_tokens = 0
@@ -144,8 +175,11 @@ class Generation:
         self._request = request
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopMatcher(stops)
-        self._decoded_length = 0  # characters, with what the stop strings hold back
-        self._shown = 0  # characters
+        self._parser = parser
+        self._echo = echo  # not told yet
+        self._only_echo = only_echo
+        self._decoded_length = len(echo or "")  # characters, with what the stop strings hold back
+        self._shown = len(echo or "")  # characters
         self._scored: list[ScoredToken] = []  # not shown yet
         self._last = time.perf_counter()  # when it began, or the last token came
         self.stages: Mapping[str, float] = {}
@@ -157,8 +191,8 @@ class Generation:
         try:
             async for report in answer:
                 served = True
-                piece = self._absorb(report)
-                if piece.text or piece.finish:
+                piece = self._echoed(report) if self._echo is not None else self._absorb(report)
+                if piece.text or piece.scored or piece.calls or piece.finish:
                     yield piece
                 if piece.finish:
                     self.stages = answer.stages
@@ -182,7 +216,35 @@ class Generation:
         if finish and not self._stops.matched:
             text += self._stops.flush()
         self._shown += len(text)
-        return Piece(text, self._scored_so_far(everything=finish is not None and not self._stops.matched), finish)
+        scored = self._scored_so_far(everything=finish is not None and not self._stops.matched)
+        return self._parsed(Piece(text, scored, finish=finish))
+
+    def _parsed(self, piece: Piece) -> Piece:
+        """With calls of tools taken out of its text."""
+        parser = self._parser
+        if parser is None:
+            return piece
+        text, calls = parser.push(piece.text)
+        if piece.finish:
+            rest, late = parser.flush()
+            text, calls = text + rest, calls + late
+        called = parser.done or (parser.called and piece.finish == "stop")
+        return replace(piece, text=text, calls=calls, finish="tool_calls" if called else piece.finish)
+
+    def _echoed(self, report: Tokens) -> Piece:
+        """The prompt, and what the first report brought."""
+        echo, self._echo = self._echo or "", None
+        scored = () if report.prompt_logprobs is None else tuple(self._scored_prompt(report.prompt_logprobs))
+        if self._only_echo and report.finish != "cancelled":
+            return Piece(echo, scored, finish="length")
+        first = self._absorb(report)
+        return replace(first, text=echo + first.text, scored=(*scored, *first.scored))
+
+    def _scored_prompt(self, logprobs: Sequence[TokenLogprob]) -> Iterator[ScoredToken]:
+        detokenizer, offset = self.tokenizer.detokenizer(), 0
+        for token, logprob in zip(self._request.prompt, (None, *logprobs), strict=True):
+            yield ScoredToken(token, logprob, offset)
+            offset += len(detokenizer.push(token))
 
     def _measure(self) -> None:
         now = time.perf_counter()
@@ -208,26 +270,46 @@ class Generation:
         return shown
 
 
-def generation_of(
+def generations_of(
     service: Service,
     model: CatalogModel,
     tokenizer: ModelTokenizer,
     body: Generate,
     identity: str,
-    prompt: tuple[int, ...],
-    param: str,
+    prompt: Prompt,
     default_max_tokens: int,
-    logprobs: int | None,
-) -> Generation:
-    """An answer to a prompt, not submitted yet. `param` is the parameter that the prompt came in, for errors;
-    `default_max_tokens` is for where neither `body` nor the configuration says how long the answer may be.
+    rules: Rules = Rules(),
+) -> list[Generation]:
+    """The answers to a prompt, `body.n` of them, not submitted yet. `default_max_tokens` is for where neither `body`
+    nor the configuration says how long an answer may be.
     """
     defaults = model.config.defaults
     room = service.scheduler.room(model.name)
-    limit = answer_limit(model, len(prompt), body, defaults.max_tokens or default_max_tokens, room, param)
-    sampling = sampling_params(body, defaults, tokenizer.stop_tokens, limit, logprobs)
-    request = GenerationRequest(identity, model.name, prompt, sampling)
-    return Generation(service, model.name, tokenizer, request, body.stop)
+    limit = answer_limit(model, len(prompt.tokens), body, defaults.max_tokens or default_max_tokens, room, prompt.param)
+    sampling = replace(
+        sampling_params(body, defaults, tokenizer, limit),
+        score_prompt=prompt.echo is not None and body.wanted_logprobs is not None,
+        grammar=rules.grammar,
+    )
+    return [
+        Generation(
+            service,
+            model.name,
+            tokenizer,
+            GenerationRequest(
+                f"{identity}-{choice}",
+                model.name,
+                prompt.tokens,
+                replace(sampling, seed=(sampling.seed + choice) % (1 << 63)),
+            ),
+            body.stop,
+            echo=prompt.echo,
+            only_echo=body.max_tokens == 0,
+            parser=rules.parser and rules.parser(),
+            is_first=choice == 0,
+        )
+        for choice in range(body.n)
+    ]
 
 
 async def merge(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece]]:

@@ -6,6 +6,7 @@ A parameter of the OpenAI API that is not supported is still taken with the valu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,26 +25,26 @@ from pydantic_core import PydanticCustomError
 from server.errors import ApiError, invalid_request
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "store": (False,),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
-MAX_PROMPTS = 64
+MAX_CHOICES = 64
+"""Answers of one request: prompts times `n`."""
+MAX_TOOLS = 128
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 INT64 = 1 << 63
 
 
@@ -61,7 +62,15 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-TEXT, TOKENS, LIST = "<text>", "<tokens>", "<list>"
+def _parsed_json(value: object) -> object:
+    """JSON in a string, as the OpenAI API writes the arguments of calls, and templates do not want them."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise PydanticCustomError("json", "must be an object, as JSON in a string") from None
+
+
+TEXT, TOKENS, LIST, OBJECT = "<text>", "<tokens>", "<list>", "<object>"
 """What a value is taken for, so that a problem is told of what was meant. As no parameter can be called:
 `errors.invalid_request` leaves these out of names."""
 
@@ -72,6 +81,10 @@ def _shape(value: object) -> str | None:
     if isinstance(value, list):
         return TOKENS if value and isinstance(value[0], int | float) else LIST
     return None
+
+
+def _choice_shape(value: object) -> str | None:
+    return OBJECT if isinstance(value, dict | NamedTool) else _shape(value)
 
 
 def _content_shape(value: object) -> str | None:
@@ -114,25 +127,91 @@ class TextPart(Part):
         return values
 
 
+class Function(Part):
+    """A function that a model may call. `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+    def checked(self) -> dict[str, Any]:
+        """What calls are held to: of a function that is not strict, nothing but that they are calls."""
+        return self.for_template() if self.function.strict else {"function": {"name": self.function.name}}
+
+
+class NamedFunction(Part):
+    name: str
+
+
+class NamedTool(Part):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
+
+
+class Call(Part):
+    """A call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Part):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)],
         _one_of(_content_shape, "text or a list of parts"),
     ]
     name: str | None = None
+    tool_calls: list[Call] = []
+    tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: object) -> object:
         # What clients send back with an assistant's message as they got it.
-        return _drop(values, {"tool_calls": ([],), "annotations": ([],)})
+        values = _drop(values, {"annotations": ([],)})
+        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("tool_calls"):
+            values.setdefault("content", "")
+        return values
 
     def for_template(self) -> dict[str, Any]:
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
+        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_defaults=True)
+        return {"role": role, "content": text, **more}
+
+
+class JsonSchema(Part):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    """What an answer must be. `text` has been dropped before: it is what there is without it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:  # type: ignore[override]  # pydantic's own of that name is long deprecated
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class Generate(Part):
@@ -148,6 +227,11 @@ class Generate(Part):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default={}, max_length=MAX_BIASES
+    )
+    response_format: ResponseFormat | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Field(max_length=MAX_STOPS),
@@ -175,6 +259,11 @@ class Generate(Part):
         return "max_tokens"
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives each token is to be told with; None: not even its own log-probability."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -182,6 +271,10 @@ class Generate(Part):
         """What concerns two parameters at once. Raises ApiError naming the one to change."""
         if self.stream_options is not None and not self.stream:
             raise _contradiction("stream_options", "it needs 'stream' to be true")
+        if self.response_format is not None:
+            has_schema = self.response_format.json_schema is not None
+            if has_schema != (self.response_format.type == "json_schema"):
+                raise _contradiction("response_format", "'json_schema' goes with the type of that name")
 
 
 class ChatRequest(Generate):
@@ -189,6 +282,23 @@ class ChatRequest(Generate):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
+        _one_of(_choice_shape, "none, auto, required, or a function's name in an object"),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """Those of which one must be called."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else []
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -208,22 +318,47 @@ class ChatRequest(Generate):
             raise _contradiction("max_tokens", "'max_completion_tokens' says something else")
         if self.top_logprobs is not None and not self.logprobs:
             raise _contradiction("top_logprobs", "it needs 'logprobs' to be true")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise _contradiction("tools", "two functions have the same name")
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise _contradiction("tool_choice", "'tools' has no such function")
+        if self.offered_tools and self.response_format is not None:
+            raise _contradiction("response_format", "it cannot be kept together with 'tools'")
 
 
 class CompletionRequest(Generate):
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
         | Tokens
-        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag(LIST)],
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES), Tag(LIST)],
         _one_of(_shape, "text, a list of tokens, or a list of such prompts"),
     ]
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """One where none is wanted: a prompt has to be run to be scored."""
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
             return self.prompt
         return [self.prompt]
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise _contradiction("max_tokens", "it can be 0 only with 'echo'")
+        if len(self.prompts) * self.n > MAX_CHOICES:
+            raise _contradiction("n", f"prompts times 'n' must be at most {MAX_CHOICES}")
 
 
 def _contradiction(param: str, why: str) -> ApiError:

@@ -30,6 +30,6 @@ def whole_response(answer: dict[str, Any], generations: Sequence[Generation], pr
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, int]:
-    prompt = sum(generation.prompt_tokens for generation in generations)
+    prompt = sum(generation.prompt_tokens for generation in generations if generation.is_first)
     completion = sum(generation.completion_tokens for generation in generations)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

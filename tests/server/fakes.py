@@ -54,8 +54,15 @@ class FakeAnswer:
                 logprobs = tuple(TokenLogprob(-0.5, dict.fromkeys((token, 0)[:scored], -0.5)) for token in tokens)
             if finish:
                 self._ended.set()
-            yield Tokens(self._request.id, index, tokens, logprobs, finish)  # type: ignore[arg-type]
+            yield Tokens(self._request.id, index, tokens, logprobs, finish, self._prompt_logprobs(index))  # type: ignore[arg-type]
             index += len(tokens)
+
+    def _prompt_logprobs(self, index: int) -> tuple[TokenLogprob, ...] | None:
+        sampling = self._request.sampling
+        if index or not sampling.score_prompt:
+            return None
+        tops = [(token,)[: sampling.logprobs] for token in self._request.prompt[1:]]
+        return tuple(TokenLogprob(-0.25, dict.fromkeys(top, -0.25)) for top in tops)
 
     def cancel(self) -> None:
         if not self._ended.is_set():

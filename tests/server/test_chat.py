@@ -208,3 +208,46 @@ def test_aliases_answer_as_the_model_they_stand_for(openai: OpenAI, scheduler: F
 def test_names_with_a_slash(openai: OpenAI, scheduler: FakeScheduler) -> None:
     assert openai.chat.completions.create(model="org/base", messages=HELLO).model == "org/base"
     assert openai.models.retrieve("org/base").id == "org/base"
+
+
+def test_several_answers_to_one_prompt(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, "One two")
+    answer = openai.chat.completions.create(model="smol", messages=HELLO, n=3, seed=(1 << 63) - 2)
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [(i, "One two") for i in range(3)]
+    assert [request.sampling.seed for request in scheduler.submitted] == [(1 << 63) - 2, (1 << 63) - 1, 0]
+    assert len({request.id for request in scheduler.submitted}) == 3
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(scheduler.submitted[0].prompt), 6)
+
+
+def test_several_answers_in_one_stream(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, "One two")
+    chunks = [
+        chunk.choices[0] for chunk in openai.chat.completions.create(model="smol", messages=HELLO, n=2, stream=True)
+    ]
+    for index in range(2):
+        own = [choice for choice in chunks if choice.index == index]
+        assert [choice.delta.role for choice in own] == ["assistant"] + [None] * (len(own) - 1)
+        assert "".join(choice.delta.content or "" for choice in own) == "One two"
+        assert own[-1].finish_reason == "stop"
+
+
+def test_a_bias_reaches_the_scheduler(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    openai.chat.completions.create(model="smol", messages=HELLO, logit_bias={"17": -100, "18": 1})
+    assert scheduler.submitted[0].sampling.logit_bias == {17: -100, 18: 1}
+
+
+def test_a_format_becomes_a_grammar(openai: OpenAI, scheduler: FakeScheduler) -> None:
+    schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    for format in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}},
+        {"type": "text"},
+    ):
+        openai.chat.completions.create(model="smol", messages=HELLO, response_format=format)  # type: ignore[arg-type]
+    some, own, none = (request.sampling.grammar for request in scheduler.submitted)
+    assert some is not None
+    assert "place" not in some
+    assert own is not None
+    assert "place" in own
+    assert none is None

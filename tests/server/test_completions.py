@@ -91,3 +91,50 @@ def test_a_model_that_took_anothers_place_has_its_own_tokenizer(
         server.store.remove("renewed")
         server.call(server.catalog.refresh())
     assert stops == [True, True]
+
+
+def test_n_answers_to_each_prompt(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " yes")
+    answer = openai.completions.create(model="smol", prompt=["One", "Two"], n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [request.prompt for request in scheduler.submitted] == [
+        tuple(tokenizer.encode(text).ids) for text in ("One", "One", "Two", "Two")
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 4)
+
+
+def test_an_echo(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " upon a time")
+    for prompt in ("Once", tokenizer.encode("Once").ids):
+        answer = openai.completions.create(model="smol", prompt=prompt, echo=True)
+        assert answer.choices[0].text == "Once upon a time"
+    chunks = openai.completions.create(model="smol", prompt="Once", echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "Once upon a time"
+
+
+def test_an_echo_that_is_scored(openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer) -> None:
+    scheduler.script = script(tokenizer, " upon a")
+    answer = openai.completions.create(model="smol", prompt="There was once", echo=True, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["There", " was", " once", " upon", " a"]
+    assert logprobs.text_offset == [0, 5, 9, 14, 19]
+    assert logprobs.token_logprobs == [None, -0.25, -0.25, -0.5, -0.5]
+    assert logprobs.top_logprobs is not None
+    assert logprobs.top_logprobs[:2] == [None, {" was": -0.25}]
+    assert scheduler.submitted[0].sampling.score_prompt is True
+
+
+def test_a_prompt_may_be_scored_and_not_answered(
+    openai: OpenAI, scheduler: FakeScheduler, tokenizer: Tokenizer
+) -> None:
+    scheduler.script = script(tokenizer, " upon", "length")
+    answer = openai.completions.create(model="smol", prompt="There was once", echo=True, logprobs=0, max_tokens=0)
+    assert answer.choices[0].text == "There was once"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.25, -0.25]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    assert scheduler.submitted[0].sampling.max_tokens == 1

@@ -16,6 +16,7 @@ from server.tokens import (
     LONG_CONVERSATION,
     LONG_TEXT,
     LONG_TEXTS,
+    Chat,
     ChatTemplateError,
     ModelTokenizer,
     PromptTooLong,
@@ -38,7 +39,7 @@ def test_it_encodes_as_the_library_does(smollm2: Path) -> None:
     ours = ModelTokenizer("m", smollm2)
     assert list(ours.encode("Once upon a time")) == theirs.encode("Once upon a time")
     expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert list(ours.encode_chat(CHAT)) == expected
+    assert list(ours.encode_chat(Chat(CHAT))) == expected
 
 
 def test_serving_imports_no_torch() -> None:
@@ -48,8 +49,8 @@ def test_serving_imports_no_torch() -> None:
 
 def test_encoding_imports_no_torch(smollm2: Path) -> None:
     code = f"""if True:
-        import sys; from pathlib import Path; from server.tokens import ModelTokenizer
-        ModelTokenizer("m", Path({str(smollm2)!r})).encode_chat([{{"role": "user", "content": "x"}}])
+        import sys; from pathlib import Path; from server.tokens import Chat, ModelTokenizer
+        ModelTokenizer("m", Path({str(smollm2)!r})).encode_chat(Chat([{{"role": "user", "content": "x"}}]))
         assert "torch" not in sys.modules"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -71,7 +72,7 @@ def test_an_answer_ends_at_any_end_token(directory: Path, files: dict[str, objec
 
 def test_no_chat_template(directory: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        ModelTokenizer("m", directory).encode_chat(CHAT)
+        ModelTokenizer("m", directory).encode_chat(Chat(CHAT))
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json"])
@@ -167,7 +168,7 @@ def test_a_hopeless_text_is_refused_without_being_tokenized(recorded: Recorded) 
         with pytest.raises(PromptTooLong):
             await tokenizers.encode(recorded, LONG * 100, limit=256)
         with pytest.raises(PromptTooLong):
-            await tokenizers.encode_chat(recorded, [{"role": "user", "content": LONG * 100}], limit=256)
+            await tokenizers.encode_chat(recorded, Chat([{"role": "user", "content": LONG * 100}]), limit=256)
         tokenizers.close()
 
     asyncio.run(scenario())
@@ -193,7 +194,7 @@ def test_a_long_text_that_fits_is_tokenized_whole(recorded: Recorded, smollm2: P
         tokenizers = Tokenizers(1)
         assert await tokenizers.encode(recorded, LONG, limit=1 << 20) == recorded.encode(LONG)
         chat = [{"role": "user", "content": LONG}]
-        assert await tokenizers.encode_chat(recorded, chat, limit=1 << 20) == recorded.encode_chat(chat)
+        assert await tokenizers.encode_chat(recorded, Chat(chat), limit=1 << 20) == recorded.encode_chat(Chat(chat))
         tokenizers.close()
 
     asyncio.run(scenario())
@@ -214,7 +215,7 @@ def test_short_texts_do_not_wait_for_long_ones_of_which_few_may_wait(recorded: R
         long.pop().cancel()
         await asyncio.sleep(0)
         crowd = [{"role": "user", "content": ""}] * (LONG_CONVERSATION + 1)
-        long.append(asyncio.create_task(tokenizers.encode_chat(recorded, crowd, 1 << 20)))
+        long.append(asyncio.create_task(tokenizers.encode_chat(recorded, Chat(crowd), 1 << 20)))
         recorded.held.set()
         assert len(await asyncio.gather(*long)) == LONG_TEXTS
         tokenizers.close()

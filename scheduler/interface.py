@@ -60,6 +60,10 @@ class ServedModel:
     kv_bytes_per_token: int
     context_length: int
     pp: int = 1  # pipeline stages of its mesh
+    max_wait: float | None = None  # what is expected of it: see scheduler.core.events.ModelSpec
+    slo: float | None = None
+    priority: int = 0
+    ttl: float | None = None
 
 
 ModelState = Literal["absent", "loading", "resident", "partial", "evicting", "failed"]

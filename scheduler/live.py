@@ -41,6 +41,7 @@ from scheduler.interface import (
     WorkerStatus,
 )
 from scheduler.jobs import JobKind, Jobs
+from scheduler.journal import Journal
 from scheduler.link import GroupLink
 from scheduler.memory_map import memory_map
 from scheduler.records import Records
@@ -75,8 +76,10 @@ class LiveScheduler:
         wall: Callable[[], float] = time.time,
         inbox_limit: int = 4096,
         after_turn: Callable[[SchedulerCore], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        """`after_turn` is for tests: it sees the core whenever a turn has ended."""
+        """`after_turn` is for tests: it sees the core whenever a turn has ended. `journal` is closed by `stop`."""
+        self._journal = journal
         self._core = SchedulerCore(config)
         self._observer = observer
         self._clock = clock
@@ -129,6 +132,8 @@ class LiveScheduler:
         async with asyncio.TaskGroup() as stops:
             for link in self._links.values():
                 stops.create_task(link.client.stop())
+        if self._journal is not None:
+            self._journal.close()
 
     # ---- what the server asks
 
@@ -159,6 +164,8 @@ class LiveScheduler:
         answer = self._requests.open(request)
         answer.cold = not self._records.is_whole(model.name, len(model.page_hashes[0]))
         self._inbox.put(events.Arrived(answer.at, request.id, request.model, frames, answer.at + timeout))
+        if self._journal is not None:
+            self._journal.asked(answer.at, request.id, len(request.prompt), request.sampling.max_tokens)
         return answer
 
     def room(self, model: str) -> Room | None:
@@ -240,6 +247,9 @@ class LiveScheduler:
         for report in reports:
             match report:
                 case Tokens():
+                    if self._journal is not None and report.time is not None:
+                        tokens = report.index + len(report.tokens)
+                        self._journal.answered(self._clock(), report.request, tokens, report.time.computing)
                     self._used(self._requests.heard_tokens(report))
                 case RequestFailed():
                     self._used(self._requests.heard_failure(report))
@@ -254,6 +264,9 @@ class LiveScheduler:
                 self._requests.heard_start(report)
             case protocol.PagedIn():
                 self._records.paged_in(group, report)
+                if self._journal is not None:
+                    pages = {source: moved.pages for source, moved in report.sources.items()}
+                    self._journal.moved(self._clock(), group, report.model, report.epoch, pages)
             case protocol.PageInFailed():
                 self._records.page_in_failed(group, report)
             case protocol.PagedOut():
@@ -278,7 +291,7 @@ class LiveScheduler:
         self._last_turn = self._clock()
         for event in self._inbox.take_all():
             self._prepare(event)
-            for action in self._core.step(event):
+            for action in self._step(event):
                 self._carry_out(action)
             self._conclude(event)
         self._forget_removed()
@@ -286,8 +299,13 @@ class LiveScheduler:
             link.post()
         if self._draining and not self._requests and not self._jobs:
             self._drained.set()
+        if self._journal is not None:
+            self._journal.flush()
         if self._after_turn is not None:
             self._after_turn(self._core)
+
+    def _step(self, event: events.Event) -> list[actions.Action]:
+        return self._core.step(event) if self._journal is None else self._journal.step(self._core, event)
 
     def _prepare(self, event: events.Event) -> None:
         """Let what a group lost be gone before the core decides anew."""

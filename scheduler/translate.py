@@ -34,6 +34,10 @@ def model_spec(model: ServedModel) -> events.ModelSpec:
             for rank, shard in enumerate(model.page_hashes)
         ),
         pp=model.pp,
+        max_wait=model.max_wait,
+        slo=model.slo,
+        priority=model.priority,
+        ttl=model.ttl,
     )
 
 

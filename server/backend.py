@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from scheduler.core.config import CoreConfig
 from scheduler.interface import Observer
+from scheduler.journal import Journal
 from scheduler.live import LiveScheduler
 from server.config import Config, GroupConfig
 from swapper.errors import WorkerError
@@ -42,7 +43,9 @@ class RayBackend:
             )
             for specs in self._specs
         ]
-        self.scheduler = LiveScheduler(groups, core_config(config), observer)
+        path = config.scheduler.journal
+        journal = None if path is None else Journal(path, config.scheduler.journal_size)
+        self.scheduler = LiveScheduler(groups, core_config(config), observer, journal=journal)
 
     async def start(self) -> None:
         """Returns once the groups are up. Raises WorkerError.
@@ -125,6 +128,7 @@ def core_config(config: Config) -> CoreConfig:
         max_running=config.cluster.max_batch_sequences,
         extent_pages=max(1, EXTENT_BYTES[_likely_device(config)] // config.memory.page),
         wait_bound=config.scheduler.wait_bound,
+        policy=config.scheduler.policy,
     )
 
 

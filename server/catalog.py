@@ -57,6 +57,26 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_ino
 
 
+def served_model(image: Image, page_bytes: int, config: ModelConfig) -> ServedModel:
+    """An image as the scheduler must know it."""
+    manifest = image.manifest
+    return ServedModel(
+        name=manifest.model,
+        path=str(image.path),
+        identity=image.identity,
+        page_bytes=page_bytes,
+        page_hashes=_page_hashes(image, page_bytes),
+        nbytes=sum(shard.nbytes for shard in manifest.shards),
+        kv_bytes_per_token=manifest.kv_bytes_per_token,
+        context_length=manifest.context_length,
+        pp=manifest.pp,
+        max_wait=config.max_wait,
+        slo=config.slo,
+        priority=config.priority,
+        ttl=config.ttl,
+    )
+
+
 def _page_hashes(image: Image, page_bytes: int) -> tuple[tuple[str, ...], ...]:
     """For each rank. Ranks move in lockstep: one with fewer pages than another counts as if it had as many."""
     hashes = [shard.page_hashes(page_bytes) for shard in image.manifest.shards]
@@ -220,18 +240,7 @@ class Catalog:
             stamp=stamp,
             config=self._configs.get(name, ModelConfig()),
         )
-        served = ServedModel(
-            name=name,
-            path=str(image.path),
-            identity=image.identity,
-            page_bytes=self._page_bytes,
-            page_hashes=_page_hashes(image, self._page_bytes),
-            nbytes=sum(shard.nbytes for shard in manifest.shards),
-            kv_bytes_per_token=manifest.kv_bytes_per_token,
-            context_length=manifest.context_length,
-            pp=manifest.pp,
-        )
-        return model, served
+        return model, served_model(image, self._page_bytes, model.config)
 
     def _add(self, model: CatalogModel, served: ServedModel) -> None:
         self._scheduler.add_model(served)

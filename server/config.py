@@ -207,11 +207,19 @@ class ClusterConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Bounds of queueing."""
+    """Who goes first, and bounds of queueing."""
+
+    policy: Literal["gswapd", "lru", "computron"] = Field(
+        default="gswapd", description="the other two are for comparison: see scheduler.md"
+    )
 
     max_queue: int = Field(default=64, ge=1, description="requests that wait for one model")
     max_queue_total: int = Field(default=256, ge=1, description="requests that wait in all")
     wait_bound: Seconds = Field(default=5.0, description="a request that waited so long goes before all younger ones")
+    journal: Annotated[Path | None, BeforeValidator(_expand)] = Field(
+        default=None, description="file for every event and no word of a prompt; `gswapd replay` reads it"
+    )
+    journal_size: Size = Field(default=64 << 20, ge=1 << 16, description="of one file; four full ones are kept")
 
 
 class TimeoutConfig(Section):
@@ -243,6 +251,10 @@ class ModelConfig(Section):
     defaults: SamplingDefaults = SamplingDefaults()
     pinned: bool = False
     preload: bool = False
+    max_wait: Seconds | None = Field(default=None, description="otherwise `scheduler.wait_bound`")
+    slo: Seconds | None = Field(default=None, description="in which an answer should be complete")
+    priority: int = Field(default=0, ge=-100, le=100, description="the higher goes first, within the others' bounds")
+    ttl: Seconds | None = Field(default=None, description="paged out once it was idle for so long")
 
 
 class Config(BaseSettings):
@@ -286,6 +298,7 @@ def load_config(
     port: int | None = None,
     memory: str | None = None,
     ray_address: str | None = None,
+    journal: Path | None = None,
 ) -> Config:
     """The configuration in force: `path`, or `gswapd.yaml` here if there is one; keywords are the command line's.
 
@@ -297,6 +310,7 @@ def load_config(
         "server": _given(host=host, port=port),
         "memory": _given(pool=memory),
         "cluster": _given(ray_address=ray_address),
+        "scheduler": _given(journal=journal),
     }
 
     class Sourced(Config):

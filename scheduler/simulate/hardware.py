@@ -23,8 +23,9 @@ class GroupSpec:
     host_pages: int = 0  # that the host tier holds
     node: str = "node"
     ranks: int = 1
+    pp: int = 1
     page_seconds: float = 0.0  # that a page takes besides its bytes, from whatever source
-    extent_seconds: float = 0.0  # and an extent, besides its pages
+    way_seconds: float = 0.0  # from a command to its worker and back
     unmap_seconds: float = 0.0  # a page-out takes
 
 

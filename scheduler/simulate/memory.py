@@ -57,6 +57,8 @@ class SimulatedMemory:
     # ---- in
 
     def page_in(self, action: actions.PageIn) -> None:
+        if all(other.model != action.model for other in self._asked):
+            self._simulator.outcome.models[action.model].page_ins += 1
         self._asked.append(action)
         if len(self._asked) == 1:
             self._read()
@@ -73,7 +75,7 @@ class SimulatedMemory:
             moved = self._simulator.outcome.bytes_by_source
             moved[source] = moved.get(source, 0) + nbytes
         pages = action.last - action.first
-        seconds = spec.extent_seconds + pages * spec.page_seconds + sources["host"] * spec.page_bytes / spec.host_rate
+        seconds = pages * spec.page_seconds + sources["host"] * spec.page_bytes / spec.host_rate
         stored = sources["storage"] * spec.page_bytes / spec.storage_rate if sources["storage"] else 0.0
         self._simulator.at(self._simulator.now + seconds, self._read_stored, stored)
 

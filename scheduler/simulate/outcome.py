@@ -37,6 +37,7 @@ class Outcome:
     busy_seconds: dict[str, float] = field(default_factory=dict)  # of each group's processor
     reasons: dict[str, int] = field(default_factory=dict)  # why requests failed
     changes: list[tuple[float, str, str, float]] = field(default_factory=list)  # (at, group, model, share that is in)
+    changes_until: float | None = None  # later ones were not kept; None: all were
     events: int = 0
 
     @property
@@ -51,6 +52,8 @@ class Outcome:
     def changed(self, at: float, group: str, model: str, share: float) -> None:
         if len(self.changes) < MOST_CHANGES:
             self.changes.append((at, group, model, share))
+        elif self.changes_until is None:
+            self.changes_until = at
 
     def summary(self) -> dict[str, object]:
         """As `gswapd simulate` prints it."""

@@ -8,12 +8,12 @@ Requests join a pass until its last piece begins.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler.core import actions, events
-from scheduler.simulate.hardware import SimulatedModel
+from scheduler.simulate.hardware import GroupSpec, SimulatedModel
 from scheduler.simulate.memory import SimulatedMemory
 
 if TYPE_CHECKING:
@@ -49,13 +49,14 @@ class Batch:
 class Processor:
     def __init__(
         self,
-        group: str,
+        group: GroupSpec,
         models: Mapping[str, SimulatedModel],
         memory: SimulatedMemory,
         simulator: Simulator,
         streaming: bool,
     ) -> None:
-        self._group = group
+        self._group = group.name
+        self._way_seconds = group.way_seconds
         self._memory = memory
         self._simulator = simulator
         self._streaming = streaming
@@ -63,7 +64,7 @@ class Processor:
         self._urgent: deque[Batch] = deque()
         self._others: deque[Batch] = deque()
         self._is_free = True
-        simulator.outcome.busy_seconds[group] = 0.0
+        simulator.outcome.busy_seconds[group.name] = 0.0
 
     def serve(self, request: Running) -> None:
         batch = self._batches[request.model.spec.name]
@@ -185,8 +186,15 @@ class Processor:
         for request in chosen:
             if request.prompt or request.cancelled:
                 continue
-            if not request.started:
-                self._simulator.started(request)
             request.output -= 1
+            if not request.started:
+                request.started = True
+                self._tell(self._simulator.started, request)
         for request in ended:
-            self._simulator.finished(request)
+            self._tell(self._simulator.finished, request)
+
+    def _tell(self, what: Callable[[Running], None], request: Running) -> None:
+        if self._way_seconds:
+            self._simulator.at(self._simulator.now + self._way_seconds, what, request)
+        else:
+            what(request)

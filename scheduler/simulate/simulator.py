@@ -58,12 +58,12 @@ class Simulator:
         nodes = {spec.node: SharedLink() for spec in groups}
         self._memories = {spec.name: SimulatedMemory(spec, self._models, nodes[spec.node], self) for spec in groups}
         self._processors = {
-            spec.name: Processor(spec.name, self._models, self._memories[spec.name], self, streaming) for spec in groups
+            spec.name: Processor(spec, self._models, self._memories[spec.name], self, streaming) for spec in groups
         }
         for model in models:
             self._step(events.ModelAdded(0.0, model.spec))
         for spec in groups:
-            self._step(events.WorkerUp(0.0, spec.name, spec.frames, spec.ranks))
+            self._step(events.WorkerUp(0.0, spec.name, spec.frames, spec.ranks, spec.pp))
 
     def run(self, workload: Workload) -> Outcome:
         """Until the last request has ended. Raises Stuck."""
@@ -92,9 +92,8 @@ class Simulator:
         self._step(event)
 
     def started(self, running: Running) -> None:
-        running.started = True
         self.outcome.models[running.model.spec.name].first_tokens.append(self.now - running.arrived)
-        if running.output > 1:  # what ends at once has started too
+        if running.output:  # what has ended at once has started too
             self._step(events.Started(self.now, running.id))
 
     def finished(self, running: Running) -> None:
@@ -130,8 +129,6 @@ class Simulator:
             case actions.Serve():
                 self._processors[action.group].serve(self._open[action.request])
             case actions.PageIn():
-                if action.first == 0:
-                    self.outcome.models[action.model].page_ins += 1
                 self._memories[action.group].page_in(action)
             case actions.PageOut():
                 self._memories[action.group].page_out(action)

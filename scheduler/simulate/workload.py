@@ -87,14 +87,14 @@ def read_trace(path: Path, popularity: Mapping[str, float] | None = None, seed: 
         columns = tuple(rows.fieldnames or ())
         try:
             if set(OURS) <= set(columns):
-                return _named([(float(row["time"]), row["model"], *_tokens(row, *OURS[2:])) for row in rows])
+                return named([(float(row["time"]), row["model"], *_tokens(row, *OURS[2:])) for row in rows])
             if set(AZURE) <= set(columns):
                 if not popularity:
                     raise ValueError("it names no models; say which models it is for")
                 calls = [(_timestamp(row["TIMESTAMP"]), *_tokens(row, *AZURE[1:])) for row in rows]
                 weights = np.array(list(popularity.values()))
                 chosen = np.random.default_rng(seed).choice(list(popularity), len(calls), p=weights / weights.sum())
-                return _named([(at, str(model), *tokens) for (at, *tokens), model in zip(calls, chosen, strict=True)])
+                return named([(at, str(model), *tokens) for (at, *tokens), model in zip(calls, chosen, strict=True)])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
     raise ValueError(f"{path} has columns {', '.join(columns) or '(none)'}; it needs {', '.join(OURS)}")
@@ -112,7 +112,7 @@ def _timestamp(text: str) -> float:
     return datetime.fromisoformat(text.replace(fraction[0], "")).timestamp() + float(fraction[0])
 
 
-def _named(calls: Sequence[tuple[Any, ...]]) -> Workload:
+def named(calls: Sequence[tuple[Any, ...]]) -> Workload:
     calls = sorted(calls, key=lambda call: call[0])
     models = tuple(dict.fromkeys(call[1] for call in calls))
     number = {model: index for index, model in enumerate(models)}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import remote, serving, store
+from server.cli import remote, serving, simulation, store
 from swapper.errors import GswapdError
 
 app = typer.Typer(
@@ -38,7 +38,7 @@ def options(
     """Read by their callbacks."""
 
 
-for room in (store, serving, remote):
+for room in (store, serving, remote, simulation):
     room.register(app)
 
 

@@ -17,12 +17,15 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     memory: Annotated[str | None, typer.Option(help="Size of the frame pool, such as 8GiB.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster, not a private one.")] = None,
+    journal: Annotated[Path | None, typer.Option(help="Write every event to this file, for gswapd replay.")] = None,
 ) -> None:
     """Serve the models of the store until SIGTERM or Ctrl-C, which finish running requests first."""
     from server.config import load_config
     from server.daemon import run
 
-    configuration = load_config(config, store=store, host=host, port=port, memory=memory, ray_address=ray_address)
+    configuration = load_config(
+        config, store=store, host=host, port=port, memory=memory, ray_address=ray_address, journal=journal
+    )
     raise typer.Exit(run(configuration))
 
 

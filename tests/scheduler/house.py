@@ -14,6 +14,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.invariants import check
 from scheduler.interface import LoadRecord, ModelStatus, ServedModel
+from scheduler.journal import Journal
 from scheduler.live import LiveScheduler
 from swapper.errors import Refused
 from tests.scheduler.fake_group import PAGE_BYTES, FakeGroup
@@ -111,12 +112,13 @@ class House:
         config: CoreConfig,
         inbox_limit: int = 4096,
         after_turn: Callable[[SchedulerCore], None] = check,
+        journal: Journal | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.groups = groups
         self.diary = Diary()
         self.scheduler = LiveScheduler(
-            groups, config, self.diary, loop.time, lambda: WALL + loop.time(), inbox_limit, after_turn
+            groups, config, self.diary, loop.time, lambda: WALL + loop.time(), inbox_limit, after_turn, journal
         )
         self._numbers = 0
 
@@ -183,10 +185,11 @@ async def house(
     config: CoreConfig | None = None,
     inbox_limit: int = 4096,
     after_turn: Callable[[SchedulerCore], None] = check,
+    journal: Journal | None = None,
 ) -> AsyncIterator[House]:
     """A started scheduler with these models; it is stopped at the end, and must then be whole."""
     config = config or CoreConfig(page_bytes=PAGE_BYTES, extent_pages=2)
-    here = House(groups or [FakeGroup(frames=frames)], config, inbox_limit, after_turn)
+    here = House(groups or [FakeGroup(frames=frames)], config, inbox_limit, after_turn, journal)
     for model in models:
         here.scheduler.add_model(model)
     await here.scheduler.start()

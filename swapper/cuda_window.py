@@ -1,4 +1,4 @@
-"""A neighbouring GPU's frames, mapped on this one: they are read over NVLink, or over the bus where there is none."""
+"""A neighbouring GPU's frames, mapped on this one to be read: over NVLink, or over the bus where there is none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CudaWindow:
         self._access = driver.CUmemAccessDesc()
         self._access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._access.location.id = device.ordinal
-        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
 
     def add(self, descriptors: Sequence[int]) -> None:
         self._device.enter()

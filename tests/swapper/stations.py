@@ -29,6 +29,7 @@ from swapper.readers import Reader
 from swapper.tier_arena import Arena
 from tests.swapper.gpu import open_device
 from tests.swapper.paging import PAGE, PATIENCE, page_in, write_shard
+from tests.swapper.tiers import new_name
 
 ROOT = Path(__file__).parents[2]
 STORAGE = dict.fromkeys(("page_cache", "disk", "gds", "posix"), "storage")
@@ -73,7 +74,8 @@ class Station:
         self.peers = Peers(directory / "peers", name, device, self.pool, self.ring, self.copier, parts.open_window)
         self.tier = None
         if tier_slots:
-            self.tier = HostTier(Arena(name, tier_slots, PAGE, directory), parts.make_copier(), self.peers)
+            # In shared memory proper: a driver pins no pages of another file system's.
+            self.tier = HostTier(Arena(new_name(), tier_slots, PAGE), parts.make_copier(), self.peers)
             assert self.tier.wait_settled(PATIENCE)
         self.pager = Pager(self.pool, self.reader, tier=self.tier, peers=self.peers)
 

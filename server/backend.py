@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from scheduler.journal import Journal
 from scheduler.live import LiveScheduler
 from server.config import Config, GroupConfig
 from swapper.errors import WorkerError
-from swapper.tier_arena import remove_arena
+from swapper.tier_arena import SHARED_MEMORY, remove_arena
 from worker.cluster import Cluster
 from worker.group import WorkerGroup
 from worker.place import Place
@@ -72,6 +73,8 @@ class RayBackend:
         for specs in self._specs:
             for spec in specs:
                 remove_arena(spec.tier_name)
+                if spec.peers:
+                    shutil.rmtree(spec.peers, ignore_errors=True)
 
     async def _take_place(self, specs: Sequence[WorkerSpec]) -> Place:
         if self._cluster is None:
@@ -101,6 +104,7 @@ def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
             tier_bytes=memory.host_tier if group.host_tier is None else group.host_tier,
             tier_name=_tier_name(config, group, rank),
             tiers=frozenset(_tier_name(config, its, r) for its in cluster.groups for r in range(its.ranks)),
+            peers=_peers(config, group),
             store=str(config.store.resolve()),
             verify=cluster.verify,
             reader=cluster.reader,
@@ -117,7 +121,19 @@ def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
 
 def _tier_name(config: Config, group: GroupConfig, rank: int) -> str:
     """A restarted worker finds its tier by it, and so does the next daemon of the same store."""
-    return f"{blake3(str(config.store.resolve()).encode()).hexdigest(8)}-{group.name}-{rank}"
+    return f"{_mark(config)}-{group.name}-{rank}"
+
+
+def _peers(config: Config, group: GroupConfig) -> str:
+    """Where the workers of a node meet; on a CPU they would only take each other's time."""
+    if config.memory.peers == "off" or (group.device or _likely_device(config)) != "cuda" or config.cluster.ranks == 1:
+        return ""
+    return str(SHARED_MEMORY / f"gswapd-peers-{_mark(config)}")
+
+
+def _mark(config: Config) -> str:
+    """Tells daemons of different stores apart."""
+    return blake3(str(config.store.resolve()).encode()).hexdigest(8)
 
 
 def core_config(config: Config) -> CoreConfig:

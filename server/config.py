@@ -138,6 +138,9 @@ class MemoryConfig(PoolSection):
     pool: Size = Field(default="50%", ge=GRANULE_BYTES)  # type: ignore[assignment]  # validated, so it ends as an int
     page: Size = Field(default=DEFAULT_PAGE_BYTES, ge=GRANULE_BYTES)
     host_tier: Size = Field(default=0, ge=0, description="shared memory that keeps pages near a GPU; 0 turns it off")
+    peers: Literal["auto", "off"] = Field(
+        default="auto", description="auto: GPUs of one node copy pages from one another, and share their links"
+    )
     suspended: Size = Field(
         default=512 << 20, ge=0, description="host memory of a worker for keys and values of suspended requests"
     )

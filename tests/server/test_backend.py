@@ -40,3 +40,11 @@ def test_a_size_is_each_workers_and_a_share_is_all_workers() -> None:
 def test_the_cores_are_shared_among_the_workers() -> None:
     cores = len(os.sched_getaffinity(0))
     assert [spec.compute_threads for spec in specs({}, {"tp": 2})] == [max(1, (cores - 1) // 2)] * 2
+
+
+def test_gpus_of_one_daemon_meet_in_one_place_and_a_lone_one_or_a_cpu_nowhere() -> None:
+    pair, one, cpu = {"name": "pair", "tp": 2, "device": "cuda"}, {"device": "cuda"}, {"name": "cpu", "device": "cpu"}
+    found = specs({}, pair, one, cpu)
+    assert len({spec.peers for spec in found[:3]}) == 1
+    assert [bool(spec.peers) for spec in found] == [True, True, True, False]
+    assert not any(spec.peers for spec in specs({}, one) + specs({"peers": "off"}, pair))

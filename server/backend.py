@@ -21,8 +21,11 @@ from worker.group import WorkerGroup
 from worker.place import Place
 from worker.protocol import WorkerSpec
 
+EXTENT_SECONDS = 0.025
+"""How far page-ins are decided ahead."""
+
 EXTENT_BYTES = {"cpu": 160 << 20, "cuda": 1280 << 20}
-"""About what is read into frames in 25 ms: how far page-ins are decided ahead."""
+"""About what is read into frames in that time."""
 
 GPU_DEVICE = Path("/dev/nvidiactl")
 
@@ -108,6 +111,7 @@ def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
             store=str(config.store.resolve()),
             verify=cluster.verify,
             reader=cluster.reader,
+            read_rate=config.storage.max_bytes_per_second,
             read_threads=cluster.read_threads,
             # A core is left to the daemon: threads that wait for a busy one slow every step down.
             compute_threads=cluster.compute_threads or max(1, (cores - 1) // cluster.ranks),
@@ -137,12 +141,15 @@ def _mark(config: Config) -> str:
 
 
 def core_config(config: Config) -> CoreConfig:
+    extent = EXTENT_BYTES[_likely_device(config)]
+    if config.storage.max_bytes_per_second is not None:
+        extent = min(extent, int(config.storage.max_bytes_per_second * EXTENT_SECONDS))
     return CoreConfig(
         page_bytes=config.memory.page,
         max_queue=config.scheduler.max_queue,
         max_queue_total=config.scheduler.max_queue_total,
         max_running=config.cluster.max_batch_sequences,
-        extent_pages=max(1, EXTENT_BYTES[_likely_device(config)] // config.memory.page),
+        extent_pages=max(1, extent // config.memory.page),
         wait_bound=config.scheduler.wait_bound,
         policy=config.scheduler.policy,
     )

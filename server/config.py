@@ -158,6 +158,14 @@ class MemoryConfig(PoolSection):
         return self.pool // self.page
 
 
+class StorageConfig(Section):
+    """What page-ins may take from storage."""
+
+    max_bytes_per_second: Size | None = Field(
+        default=None, ge=1 << 20, description="of each worker; the host tier and aliases do not count"
+    )
+
+
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -270,6 +278,7 @@ class Config(BaseSettings):
     store: Annotated[Path, BeforeValidator(_expand), AfterValidator(_directory)] = DEFAULT_STORE
     server: ServerConfig = ServerConfig()
     memory: MemoryConfig = MemoryConfig()
+    storage: StorageConfig = StorageConfig()
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

@@ -26,6 +26,7 @@ from swapper.peers import RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
 from swapper.store import Store
+from swapper.throttle import ThrottledReader
 from swapper.tier_arena import Arena, remove_orphans
 from worker.protocol import WorkerReady, WorkerSpec
 from worker.shard import Shard
@@ -72,7 +73,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
     shard = Shard(
         spec,
         parts.pool,
-        parts.reader,
+        parts.reader if spec.read_rate is None else ThrottledReader(parts.reader, spec.read_rate),
         make_engine,
         BoundModel.bind,
         rehearse=parts.rehearse,

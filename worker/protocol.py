@@ -203,6 +203,7 @@ class WorkerSpec:
     images: Mapping[str, str] = field(default_factory=dict)  # what must be in it: models and their images' identities
     verify: bool = False
     reader: str = "auto"  # or "pread", "kvikio"
+    read_rate: float | None = None  # bytes a second from storage, at most
     read_threads: int | None = None  # as many as suit the reader
     compute_threads: int = 1
     max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from server.config import Config
 
 MADE_UP = "model-{:02}"
-EXTENT_SECONDS = 0.025  # that one extent of a page-in should take
 Policy = Annotated[str | None, typer.Option(help="gswapd, lru or computron. Default: the configured one.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML page with pictures to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
@@ -234,7 +233,7 @@ def _run(
 
     from scheduler.core.core import SchedulerCore
     from scheduler.simulate.simulator import Simulator
-    from server.backend import core_config
+    from server.backend import EXTENT_SECONDS, core_config
 
     config = core_config(settings)
     extent = max(1, round(groups[0].host_rate * EXTENT_SECONDS / groups[0].page_bytes))

@@ -51,6 +51,7 @@ class AdmittedRequests:
         answer = self._answers[id]
         answer.group = group
         answer.served_at = self._clock()
+        answer.stages = {"queue": answer.served_at - answer.at}
         return answer.remainder()
 
     def refuse(self, id: str, refusal: Refused) -> None:

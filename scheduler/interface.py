@@ -154,7 +154,7 @@ class Answer(Protocol):
     def stages(self) -> Mapping[str, float]:
         """Where an answer's time went, in seconds: queue, transport, batch, page, compute.
 
-        Empty until it has come to its own end.
+        Only what is known so far, until it has come to its own end.
         """
 
     def cancel(self) -> None:

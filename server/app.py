@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server import admin, board, errors
 from server.auth import key_required, same_origin
 from server.openai import chat, completions, models
+from server.request_id import RequestIds
 from server.service import Service
 
 
@@ -26,7 +27,12 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(admin.health)
     app.include_router(board.page)
     app.add_middleware(Admission, limit=keys.max_requests, turned_away=service.metrics.turned_away)
-    errors.register(app)  # last: the middleware that is added last is outermost
+    errors.register(app)
+    if service.tracing is not None:
+        from server.tracing import RequestSpans
+
+        app.add_middleware(RequestSpans, tracing=service.tracing)
+    app.add_middleware(RequestIds)  # last: the middleware that is added last is outermost
     return app
 
 

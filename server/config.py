@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import (
     AfterValidator,
+    AnyHttpUrl,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -242,6 +243,17 @@ class TimeoutConfig(Section):
     heartbeat: Seconds = Field(default=5.0, description="a worker that says nothing for so long is restarted")
 
 
+class TelemetryConfig(Section):
+    """The log, and traces. Metrics are always there, at /metrics."""
+
+    log: Literal["text", "json"] = Field(default="text", description="lines for people, or JSON objects")
+    otlp_endpoint: AnyHttpUrl | None = Field(
+        default=None,
+        description="send traces there by OTLP/HTTP, as to `http://localhost:4318`; needs `gswapd[tracing]`",
+    )
+    sample: float = Field(default=1.0, ge=0, le=1, description="share of requests that are traced; callers may decide")
+
+
 class SamplingDefaults(Section):
     """What a request that does not say otherwise gets."""
 
@@ -282,6 +294,7 @@ class Config(BaseSettings):
     cluster: ClusterConfig = ClusterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     models: dict[str, ModelConfig] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -17,12 +17,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 import uvloop
 
 from scheduler.interface import Scheduler
+from server import logs
 from server.app import create_app
 from server.auth import is_loopback
 from server.catalog import Catalog
@@ -32,6 +33,9 @@ from server.service import Service
 from server.tokens import Tokenizers
 from swapper.errors import ConfigError
 from swapper.store import Store
+
+if TYPE_CHECKING:
+    from server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,7 @@ def run(config: Config) -> int:
     """Serve until a signal; the exit status. Raises ConfigError or WorkerError if the daemon cannot start."""
     from server.backend import RayBackend  # imports Ray
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logs.set_up(config.telemetry.log)
     # A thread that tokenizes gives the event loop way after half a millisecond, not after five.
     sys.setswitchinterval(0.0005)
     listener = bind(config.server)
@@ -110,7 +113,7 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, obser
         Store(config.store), backend.scheduler, config.models, config.memory.page, config.cluster.groups, metrics
     )
     tokenizers = Tokenizers(config.server.tokenizer_threads)
-    service = Service(config, backend.scheduler, catalog, tokenizers, metrics, observers.events)
+    service = Service(config, backend.scheduler, catalog, tokenizers, metrics, observers.events, _tracing(config))
     http = HttpServer(service)
     serving = asyncio.create_task(http.serve([listener]), name="http")
     watching = asyncio.create_task(catalog.run(), name="catalog")
@@ -140,6 +143,20 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, obser
         await service.background.close()
         await backend.stop()
         tokenizers.close()
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
+
+
+def _tracing(config: Config) -> Tracing | None:
+    """Raises ConfigError if traces are wanted and what makes them is not installed."""
+    if config.telemetry.otlp_endpoint is None:
+        return None
+    try:
+        from server.tracing import Tracing
+    except ImportError as error:
+        problem = f"telemetry.otlp_endpoint is set, but {error.name} is not installed: pip install 'gswapd[tracing]'"
+        raise ConfigError(problem) from error
+    return Tracing(config.telemetry)
 
 
 async def _drain(service: Service) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from scheduler.interface import Scheduler
+from engine.request import GenerationRequest
+from scheduler.interface import Answer, Scheduler
 from server.background import Background
 from server.catalog import Catalog
 from server.config import Config
@@ -14,6 +16,9 @@ from server.events import Events
 from server.metrics import Metrics
 from server.openai.body import Bodies
 from server.tokens import Tokenizers
+
+if TYPE_CHECKING:
+    from server.tracing import Tracing
 
 
 @dataclass(slots=True)
@@ -24,9 +29,14 @@ class Service:
     tokenizers: Tokenizers
     metrics: Metrics
     events: Events = field(default_factory=Events)
+    tracing: Tracing | None = None
     background: Background = field(default_factory=Background)
     bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False
+
+    def submit(self, request: GenerationRequest) -> Answer:
+        answer = self.scheduler.submit(request, self.config.timeouts.request)
+        return answer if self.tracing is None else self.tracing.follow(answer, request)
 
     def begin_draining(self) -> None:
         self.draining = True

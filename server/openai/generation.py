@@ -149,7 +149,7 @@ def prompt_too_long(model: CatalogModel, tokens: str, param: str) -> ApiError:
 class Generation:
     """One answer. Iterate `pieces` once; `prompt_tokens` and `completion_tokens` are what has been used so far.
 
-    `stages` says, after the last piece, where its time went; it stays empty for an answer that a stop string ended.
+    `stages` says, after the last piece, where its time went; only the queue's is known where a stop string ended it.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Raises Refused, possibly after some pieces."""
-        answer = self._service.scheduler.submit(self._request, self._service.config.timeouts.request)
+        answer = self._service.submit(self._request)
         served = False
         try:
             async for report in answer:

@@ -21,6 +21,7 @@ from server.daemon import HttpServer, bind, url_of
 from server.observers import Observers
 from server.service import Service
 from server.tokens import Tokenizers
+from server.tracing import Tracing
 from swapper.image import MANIFEST, Manifest, Shard
 from swapper.store import Store
 from tests.server.fakes import TIMEOUT, FakeScheduler
@@ -48,10 +49,11 @@ def publish(
 class ServerThread:
     """The HTTP server with its own event loop in a thread."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tracing: Tracing | None = None) -> None:
         self.store = Store(config.store)
         self.scheduler = FakeScheduler()
         self.observers = Observers()
+        self.tracing = tracing
         self.metrics = self.observers.metrics
         self.loop = asyncio.new_event_loop()
         self._config = config
@@ -71,7 +73,9 @@ class ServerThread:
             self.store, self.scheduler, config.models, config.memory.page, config.cluster.groups, self.metrics
         )
         tokenizers = Tokenizers(config.server.tokenizer_threads)
-        self.service = Service(config, self.scheduler, self.catalog, tokenizers, self.metrics, self.observers.events)
+        self.service = Service(
+            config, self.scheduler, self.catalog, tokenizers, self.metrics, self.observers.events, self.tracing
+        )
         self.http = HttpServer(self.service)
         self._ready.set_result(None)
         await self.http.serve([listener])

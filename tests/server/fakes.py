@@ -21,8 +21,6 @@ TIMEOUT = 20.0
 
 
 class FakeAnswer:
-    stages: Mapping[str, float] = {}
-
     def __init__(self, scheduler: FakeScheduler, request: GenerationRequest, script: Sequence[Step]) -> None:
         # Of this test: an answer may outlive it by a moment.
         self._waiting, self._cancelled, self._cancellation = (
@@ -32,6 +30,7 @@ class FakeAnswer:
         )
         self._request = request
         self._script = script
+        self.stages: Mapping[str, float] = scheduler.stages
         self._ended = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
@@ -93,6 +92,7 @@ class FakeScheduler:
         self.jobs: list[tuple[str, str]] = []
         self.held_jobs: asyncio.Event | None = None
         self.kv_room: Room | None = None
+        self.stages: Mapping[str, float] = {}
 
     async def start(self) -> None:
         pass

@@ -237,7 +237,10 @@ class SchedulerConfig(Section):
 class TimeoutConfig(Section):
     """Seconds."""
 
-    request: Seconds = Field(default=300.0, description="longest wait for a first token to be computed")
+    request: Seconds = Field(
+        default=300.0,
+        description="longest wait for a first token; a request may say `timeout`, in seconds, to wait less",
+    )
     drain: Seconds = Field(default=30.0, description="what runs may finish for so long after SIGTERM")
     stall: Seconds = Field(default=60.0, description="a busy worker without progress for so long is restarted")
     heartbeat: Seconds = Field(default=5.0, description="a worker that says nothing for so long is restarted")

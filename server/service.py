@@ -34,8 +34,10 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False
 
-    def submit(self, request: GenerationRequest) -> Answer:
-        answer = self.scheduler.submit(request, self.config.timeouts.request)
+    def submit(self, request: GenerationRequest, timeout: float | None) -> Answer:
+        """`timeout` is the request's own, in seconds; it may be shorter than the server's."""
+        longest = self.config.timeouts.request
+        answer = self.scheduler.submit(request, longest if timeout is None else min(timeout, longest))
         return answer if self.tracing is None else self.tracing.follow(answer, request)
 
     def begin_draining(self) -> None:

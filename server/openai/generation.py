@@ -160,6 +160,7 @@ class Generation:
         request: GenerationRequest,
         stops: Sequence[str],
         *,
+        timeout: float | None = None,
         echo: str | None = None,
         only_echo: bool = False,
         parser: ToolCallParser | None = None,
@@ -173,6 +174,7 @@ class Generation:
         self._service = service
         self._model = model
         self._request = request
+        self._timeout = timeout
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopMatcher(stops)
         self._parser = parser
@@ -186,7 +188,7 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Raises Refused, possibly after some pieces."""
-        answer = self._service.submit(self._request)
+        answer = self._service.submit(self._request, self._timeout)
         served = False
         try:
             async for report in answer:
@@ -303,6 +305,7 @@ def generations_of(
                 replace(sampling, seed=(sampling.seed + choice) % (1 << 63)),
             ),
             body.stop,
+            timeout=body.timeout,
             echo=prompt.echo,
             only_echo=body.max_tokens == 0,
             parser=rules.parser and rules.parser(),

@@ -239,6 +239,7 @@ class Generate(Part):
     ] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    timeout: float | None = Field(default=None, gt=0, description="seconds that it may wait for its first token")
     # Who asks: taken, and of no effect on an answer.
     user: str | None = None
     safety_identifier: str | None = None

@@ -93,6 +93,7 @@ class FakeScheduler:
         self.held_jobs: asyncio.Event | None = None
         self.kv_room: Room | None = None
         self.stages: Mapping[str, float] = {}
+        self.timeouts: list[float] = []
 
     async def start(self) -> None:
         pass
@@ -115,6 +116,7 @@ class FakeScheduler:
 
     def submit(self, request: GenerationRequest, timeout: float) -> FakeAnswer:
         self.submitted.append(request)
+        self.timeouts.append(timeout)
         return FakeAnswer(self, request, self.script)
 
     def room(self, model: str) -> Room | None:

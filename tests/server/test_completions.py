@@ -35,6 +35,15 @@ def test_a_stream(http: httpx.Client, scheduler: FakeScheduler, tokenizer: Token
     assert done == "[DONE]"
 
 
+def test_a_request_may_wait_less_than_the_server_lets_it_and_not_more(
+    http: httpx.Client, scheduler: FakeScheduler
+) -> None:
+    for timeout in (None, 2.5, 1e6):
+        http.post("/v1/completions", json={"model": "smol", "prompt": "Once", "timeout": timeout}).raise_for_status()
+    assert scheduler.timeouts == [300.0, 2.5, 300.0]
+    assert http.post("/v1/completions", json={"model": "smol", "prompt": "Once", "timeout": 0}).status_code == 400
+
+
 def test_a_prompt_of_token_ids(openai: OpenAI, scheduler: FakeScheduler) -> None:
     openai.completions.create(model="smol", prompt=[5, 6, 7])
     assert scheduler.submitted[0].prompt == (5, 6, 7)

@@ -13,9 +13,10 @@ from scheduler.core.events import (
     Pinned,
     Unpinned,
 )
-from scheduler.core.fitting import MINIMAL_KV, choose_home, never_fits, why_not
+from scheduler.core.fitting import MINIMAL_KV, choose_home, never_fits, set_home, why_not
+from scheduler.core.model import Model
 from scheduler.core.requests import Job, JobKind, Request
-from scheduler.core.state import Model, State
+from scheduler.core.state import State
 
 LONGEST_RETRY_AFTER = 60.0
 """Seconds. An estimate from the backlog beyond this says nothing."""
@@ -29,9 +30,10 @@ def arrived(state: State, event: Arrived) -> None:
         return
     if _refused_for_good(state, event.request, model, event.kv_frames):
         return
-    waiting = sum(len(other.waiting) for other in state.models.values())
-    if len(model.waiting) >= state.config.max_queue or waiting >= state.config.max_queue_total:
-        message = f"{len(model.waiting)} requests wait for model {event.model}, {waiting} in all; try again later."
+    if len(model.waiting) >= state.config.max_queue or state.waiting >= state.config.max_queue_total:
+        message = (
+            f"{len(model.waiting)} requests wait for model {event.model}, {state.waiting} in all; try again later."
+        )
         _reject(state, event.request, "queue_full", message, _until_served(state, model))
         return
     request = Request(
@@ -44,6 +46,7 @@ def arrived(state: State, event: Arrived) -> None:
         deadline=event.deadline,
     )
     state.requests[request.id] = request
+    model.history.arrived(event.at)
     state.enqueue(request)
 
 
@@ -87,7 +90,8 @@ def pinned(state: State, event: Pinned) -> None:
         if home is None:
             _reject(state, event.job, "no_memory", why_not(state, model, MINIMAL_KV))
             return
-        model.pinned, model.pinned_at, model.home = state.next_number(), event.at, home.name
+        model.pinned, model.pinned_at = state.next_number(), event.at
+        set_home(state, model, home)
         for job in [job for job in model.jobs if job.kind == "evict"]:
             state.fail_job(job, "pinned", f"Model {event.model} was pinned before it could be evicted.")
         refuse_hopeless(state)
@@ -99,12 +103,14 @@ def unpinned(state: State, event: Unpinned) -> None:
     if model is None or model.removed:
         _reject(state, event.job, "model_not_found", f"There is no model {event.model}.")
         return
-    model.pinned = model.home = None
+    model.pinned = None
+    set_home(state, model, None)
     state.actions.append(Done(event.job))
 
 
 def model_added(state: State, event: ModelAdded) -> None:
     state.models[event.model.name] = Model(event.model)
+    state.touched_models[event.model.name] = None
 
 
 def model_removed(state: State, event: ModelRemoved) -> None:
@@ -112,7 +118,8 @@ def model_removed(state: State, event: ModelRemoved) -> None:
     if model is None:
         return
     model.removed = True
-    model.pinned = model.home = None
+    model.pinned = None
+    set_home(state, model, None)
     message = f"Model {event.model} was removed."
     for request in list(model.waiting):
         state.fail(request, "removed", message)
@@ -156,12 +163,14 @@ def _refused_for_good(state: State, ident: str, model: Model, kv_frames: int) ->
 
 
 def _open_job(state: State, ident: str, kind: JobKind, model: Model, at: float) -> bool:
-    unfinished = sum(len(other.jobs) for other in state.models.values())
+    unfinished = len(state.jobs)
     if unfinished >= state.config.max_queue_total:
         message = f"{unfinished} loads and evicts are not done yet; try again later."
         _reject(state, ident, "queue_full", message, SHORTEST_RETRY_AFTER)
         return False
-    model.jobs.append(Job(ident, kind, model.spec.name, state.next_number(), at))
+    job = state.jobs[ident] = Job(ident, kind, model.spec.name, state.next_number(), at)
+    model.jobs.append(job)
+    state.touched_models[job.model] = None
     return True
 
 

@@ -23,10 +23,12 @@ from scheduler.core.events import (
     WorkerUp,
 )
 from scheduler.core.fitting import rehome
+from scheduler.core.group import Group, Shape
 from scheduler.core.ledger import Ledger
-from scheduler.core.placement import Placement
+from scheduler.core.measured import measure_extent, measure_run
+from scheduler.core.placement import Activity, Placement
 from scheduler.core.requests import Request
-from scheduler.core.state import Group, State
+from scheduler.core.state import State
 from scheduler.core.transitions import Signal
 
 MOST_LOSSES = 3
@@ -47,12 +49,14 @@ def paged_in(state: State, event: PagedIn) -> None:
     placement = find(state, event.group, event.model)
     if placement is None or not placement.awaits(event.epoch):
         return
+    group, model = state.groups[event.group], state.models[event.model]
+    measure_extent(state, group, model, placement)
+    group.outstanding -= 1
     placement.extents.popleft()
     placement.resident = event.last
     state.settle(placement)
     if placement.resident == placement.pages:
-        placement.used = state.now
-        model = state.models[event.model]
+        placement.used = placement.whole_at = state.now
         model.failures, model.failure, model.retry_at = 0, None, 0.0
 
 
@@ -67,6 +71,7 @@ def page_in_failed(state: State, event: PageInFailed) -> None:
     if placement is None or not placement.awaits(event.epoch):
         return
     placement.follow(Signal.IN_FAILED)
+    state.groups[event.group].outstanding -= len(placement.extents)
     placement.extents.clear()
     state.release(state.groups[event.group], placement, 0)
     model = state.models[event.model]
@@ -74,6 +79,7 @@ def page_in_failed(state: State, event: PageInFailed) -> None:
     model.failure = event.message
     pause = state.config.backoff(model.failures)
     model.retry_at = state.now + pause
+    state.wake_model(model, model.retry_at)
     message = f"Model {event.model} could not be loaded: {event.message}"
     for request in [*(state.requests[running] for running in placement.running), *model.waiting]:
         state.fail(request, "load_failed", message, pause)
@@ -103,13 +109,17 @@ def page_out_failed(state: State, event: PageOutFailed) -> None:
     placement.out_failures += 1
     placement.out_message = event.message
     placement.out_retry_at = state.now + state.config.backoff(placement.out_failures)
+    state.wake_group(state.groups[event.group], placement.out_retry_at)
+    state.wake_model(state.models[event.model], placement.out_retry_at)
+    state.touch(placement)
 
 
 def kv_wanted(state: State, event: KvWanted) -> None:
     """The race: the batch may have ended since; an idle model is granted nothing."""
     placement = find(state, event.group, event.model)
-    if placement is not None and placement.running:
+    if placement is not None and placement.running and placement.activity is Activity.RUNNING:
         placement.kv.wanted = event.frames
+        state.touched_groups[event.group] = None
 
 
 def kv_released(state: State, event: KvReleased) -> None:
@@ -117,6 +127,7 @@ def kv_released(state: State, event: KvReleased) -> None:
     if placement is not None:
         placement.kv.released(event.epoch, event.frames)
         state.groups[event.group].ledger.set_kv(event.model, placement.kv.reserved)
+        state.touch(placement)
 
 
 def started(state: State, event: Started) -> None:
@@ -133,18 +144,36 @@ def finished(state: State, event: Finished) -> None:
     request = state.requests.get(event.request)
     if request is None or request.group is None:
         return
-    state.groups[request.group].placements[request.model].used = state.now
-    state.models[request.model].last_finish = state.now
+    placement, model = state.groups[request.group].placements[request.model], state.models[request.model]
+    placement.used = model.last_finish = state.now
     state.service_seconds += SMOOTHING * (state.now - request.served - state.service_seconds)
+    measure_run(state, model, placement, request)
     state.forget(request)
 
 
 def suspended(state: State, event: Suspended) -> None:
-    """The race: the group was lost after it was asked to suspend."""
+    """The race: the group was lost, or all that ran has ended, after it was asked to suspend."""
+    placement = _acted(state, event.group, event.model, event.epoch)
+    if placement is not None and placement.activity is Activity.SUSPENDING:
+        placement.activity = Activity.SUSPENDED
+        placement.kv_suspended = max(event.kv_frames, placement.least_kv)
+        placement.suspended_at, placement.number_suspended = state.now, state.next_number()
 
 
 def resumed(state: State, event: Resumed) -> None:
     """The race: as in `suspended`."""
+    placement = _acted(state, event.group, event.model, event.epoch)
+    if placement is not None and placement.activity is Activity.RESUMING:
+        placement.activity = Activity.RUNNING
+
+
+def _acted(state: State, group: str, model: str, epoch: int) -> Placement | None:
+    """A Suspend or Resume is a change of the KV grant too, and this is its answer."""
+    placement = find(state, group, model)
+    if placement is None:
+        return None
+    kv_released(state, KvReleased(state.now, group, model, epoch, placement.kv.frames_of(epoch)))
+    return placement if placement.activity_epoch == epoch else None
 
 
 def worker_lost(state: State, event: WorkerLost) -> None:
@@ -158,7 +187,18 @@ def worker_up(state: State, event: WorkerUp) -> None:
     group = state.groups.get(event.group)
     if group is not None and group.up:
         _lose(state, group, "it was restarted")
-    state.groups[event.group] = Group(event.group, event.ranks, Ledger(event.ranks, event.frames), event.pp)
+    if group is not None:
+        state.shapes[group.mesh].groups.pop(group.name)
+        state.shapes[group.mesh].changed()
+    group = Group(event.group, event.ranks, Ledger(event.ranks, event.frames), event.pp)
+    state.groups[group.name] = group
+    shape = state.shapes.setdefault(group.mesh, Shape())
+    shape.groups[group.name] = group
+    shape.changed()
+    state.touched_groups[group.name] = None
+    for model in state.models.values():
+        if model.waiting or model.jobs or model.pinned is not None:
+            state.touched_models[model.spec.name] = None
     rehome(state)
     refuse_hopeless(state)
 
@@ -181,14 +221,18 @@ def _lose(state: State, group: Group, message: str) -> None:
                 request.started = False
                 request.deadline = state.now + request.patience
                 state.enqueue(request)
-    group.placements = {}
+    for name in [*group.placements, *group.wanted]:
+        model = state.models[name]
+        model.placements.pop(group.name, None)
+        model.targets.pop(group.name, None)
+        state.touched_models[name] = None
+    group.placements, group.wanted, group.busy = {}, {}, {}
+    group.loading, group.wake_at, group.listed = {}, None, None
+    group.outstanding = 0
     group.ledger = Ledger(group.ranks, group.ledger.capacity)
-    for model in state.models.values():
-        if model.target == group.name:
-            model.target = None
 
 
 def _end_lost(state: State, request: Request, reason: Reason, message: str) -> None:
     """Last word on a request that ran on a lost group and is not to run again. Nobody is left to cancel it."""
-    state.forget(request)
+    del state.requests[request.id]
     state.actions.append(Fail(request.id, reason, message))

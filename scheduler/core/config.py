@@ -25,7 +25,7 @@ class CoreConfig:
     load_backoff: float = 1.0  # pause after a failed page-in or page-out; doubles with each further failure
     load_backoff_max: float = 60.0
     policy: PolicyName = "gswapd"
-    time_slice: float = 1.0  # a model that came in runs for so long before it is suspended for another's sake
+    time_slice: float | None = None  # a model runs for so long before it is suspended for another's sake; None: never
 
     def __post_init__(self) -> None:
         for name in ("page_bytes", "max_queue", "max_queue_total", "max_running", "extent_pages"):

@@ -14,15 +14,22 @@ from typing import Any, Literal
 
 from scheduler.core import admission, completions, events
 from scheduler.core.actions import Action
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, PolicyName
 from scheduler.core.fitting import kv_room
+from scheduler.core.model import Model
 from scheduler.core.placement import Placement
 from scheduler.core.planner import Planner
-from scheduler.core.state import Model, State
+from scheduler.core.state import State
 from scheduler.core.transitions import InvalidTransition, Phase
 from scheduler.core.view import Decision, GroupView, KvRoom, ModelView, PlacementView
+from scheduler.policy.base import Policy
+from scheduler.policy.computron import Computron
+from scheduler.policy.gswapd import Gswapd
+from scheduler.policy.lru import Lru
 
 __all__ = ["CoreConfig", "InvalidTransition", "SchedulerCore"]
+
+POLICIES: Mapping[PolicyName, type[Policy]] = {"gswapd": Gswapd, "lru": Lru, "computron": Computron}
 
 HISTORY = 32
 """Events that an InvalidTransition tells of."""
@@ -70,6 +77,7 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self._state = State(config)
+        self._planner = Planner(self._state, POLICIES[config.policy]())
         self._history: deque[events.Event] = deque(maxlen=HISTORY)
 
     def step(self, event: events.Event) -> list[Action]:
@@ -83,7 +91,7 @@ class SchedulerCore:
             self._check(event)
             state.now = max(state.now, event.at)
             _HANDLERS[type(event)](state, event)
-            Planner(state).plan()
+            self._planner.plan()
         except InvalidTransition as error:
             error.attach(self._history)
             raise
@@ -128,11 +136,11 @@ class SchedulerCore:
     @property
     def unfinished(self) -> int:
         """Requests and jobs that have not had their last word."""
-        return len(self._state.requests) + sum(len(model.jobs) for model in self._state.models.values())
+        return len(self._state.requests) + len(self._state.jobs)
 
     def _model_view(self, model: Model) -> ModelView:
         name = model.spec.name
-        placements = list(self._state.placements(name))
+        placements = list(model.placements.values())
         main = max(placements, key=_prominence, default=None)
         stuck = next((placement for placement in placements if placement.is_stuck), None)
         return ModelView(
@@ -145,7 +153,7 @@ class SchedulerCore:
             pinned=model.pinned is not None,
             home=model.home,
             waiting=len(model.waiting),
-            running=self._state.running(name),
+            running=sum(len(placement.running) for placement in placements),
             last_finish=model.last_finish,
             failure=model.failure or (stuck.out_message if stuck is not None else None),
             retry_at=_retry_at(model),
@@ -180,8 +188,7 @@ class SchedulerCore:
                     raise InvalidTransition(f"{leaving.keep} pages were to be kept, not {event.keep}")
 
     def _check_new(self, ident: str) -> None:
-        jobs = (job.id for model in self._state.models.values() for job in model.jobs)
-        if ident in self._state.requests or ident in jobs:
+        if ident in self._state.requests or ident in self._state.jobs:
             raise InvalidTransition(f"{ident} names a request or job that has not ended yet")
 
     def _check_paged_in(self, event: events.PagedIn) -> None:

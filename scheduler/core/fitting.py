@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from scheduler.core.group import Group
 from scheduler.core.ledger import distinct_pages
-from scheduler.core.state import Group, Model, State
+from scheduler.core.model import Model
+from scheduler.core.state import State
 from scheduler.core.view import KvRoom
 
 MINIMAL_KV = 1
@@ -12,41 +14,55 @@ MINIMAL_KV = 1
 
 def matching_groups(state: State, model: Model) -> list[Group]:
     """Groups of the mesh that the model was packed for, whether they are up or expected back."""
-    return [group for group in state.groups.values() if group.mesh == model.spec.mesh]
+    return list(state.shape(model).groups.values())
 
 
-def pinned_on(state: State, group: Group, beside: Model | None = None) -> list[Model]:
+def pinned_on(group: Group, beside: Model | None = None) -> list[Model]:
     """Models pinned on a group, in the order in which they were pinned; `beside` is left out."""
-    pinned = [model for model in state.models.values() if model.home == group.name and model is not beside]
-    return sorted(pinned, key=lambda model: model.pinned or 0)
+    return [model for model in group.pinned.values() if model is not beside]
 
 
-def frames_needed(state: State, group: Group, model: Model, kv_frames: int) -> int:
+def frames_needed(group: Group, model: Model, kv_frames: int) -> int:
     """Frames on the fullest rank that hold the model, its KV, and all that is pinned there."""
-    together = [model.spec.shards, *(pinned.spec.shards for pinned in pinned_on(state, group, model))]
+    pinned = pinned_on(group, model) if group.pinned else []
+    if not pinned:
+        return model.most_pages + kv_frames
+    together = [model.spec.shards, *(other.spec.shards for other in pinned)]
     return max(distinct_pages(together, rank) for rank in range(group.ranks)) + kv_frames
 
 
-def can_hold(state: State, group: Group, model: Model, kv_frames: int) -> bool:
-    return frames_needed(state, group, model, kv_frames) <= group.ledger.capacity
+def can_hold(group: Group, model: Model, kv_frames: int) -> bool:
+    return frames_needed(group, model, kv_frames) <= group.ledger.capacity
+
+
+def set_home(state: State, model: Model, group: Group | None) -> None:
+    """Pin the model on a group, or nowhere."""
+    before = state.groups.get(model.home) if model.home is not None else None
+    if before is not None:
+        before.pinned.pop(model.spec.name, None)
+        state.touched_groups[before.name] = None
+    model.home = group.name if group is not None else None
+    if group is not None:
+        group.pinned[model.spec.name] = model
+    state.shape(model).changed()
+    state.touched_models[model.spec.name] = None
 
 
 def kv_room(state: State, model: Model) -> KvRoom | None:
     """What the best group has; None while no group of the right shape is known."""
-    groups = matching_groups(state, model)
-    if not groups:
+    if not state.shape(model).groups:
         return None
-    alone = max(len(pages) for pages in model.identities)
-    return KvRoom(
-        now=max(group.ledger.capacity - frames_needed(state, group, model, 0) for group in groups),
-        ever=max(group.ledger.capacity - alone for group in groups),
-    )
+    sizes = state.shape(model).sizes
+    beside_pins = [group.ledger.capacity - frames_needed(group, model, 0) for group in sizes.pinned]
+    if len(sizes.pinned) < len(state.shape(model).groups):
+        beside_pins.append(sizes.largest_unpinned - model.most_pages)
+    return KvRoom(now=max(beside_pins), ever=sizes.largest - model.most_pages)
 
 
 def never_fits(state: State, model: Model, kv_frames: int) -> bool:
     """Whether waiting is in vain. While no group of the right shape is known, there is hope."""
-    groups = matching_groups(state, model)
-    return bool(groups) and not any(can_hold(state, group, model, kv_frames) for group in groups)
+    room = kv_room(state, model)
+    return room is not None and room.now < kv_frames
 
 
 def why_not(state: State, model: Model, kv_frames: int) -> str:
@@ -55,10 +71,10 @@ def why_not(state: State, model: Model, kv_frames: int) -> str:
     groups = matching_groups(state, model)
     if not groups:
         return f"No group of {len(model.spec.shards)} workers has come up yet, which model {name} needs."
-    best = max(groups, key=lambda group: group.ledger.capacity - frames_needed(state, group, model, kv_frames))
-    alone = max(len(pages) for pages in model.identities)
-    pinned = pinned_on(state, best, model)
-    taken = frames_needed(state, best, model, kv_frames) - alone - kv_frames
+    best = max(groups, key=lambda group: group.ledger.capacity - frames_needed(group, model, kv_frames))
+    alone = model.most_pages
+    pinned = pinned_on(best, model)
+    taken = frames_needed(best, model, kv_frames) - alone - kv_frames
     available = best.ledger.capacity - taken
     sentence = (
         f"Model {name} needs {(alone + kv_frames) * page_bytes} bytes ({alone * page_bytes} of weights, "
@@ -78,7 +94,7 @@ def choose_home(state: State, model: Model) -> Group | None:
         placement = group.placements.get(model.spec.name)
         return group.up, placement.resident if placement else 0, min(group.ledger.free())
 
-    groups = [group for group in matching_groups(state, model) if can_hold(state, group, model, MINIMAL_KV)]
+    groups = [group for group in matching_groups(state, model) if can_hold(group, model, MINIMAL_KV)]
     return max(groups, key=preference, default=None)
 
 
@@ -87,9 +103,9 @@ def rehome(state: State) -> None:
     pinned = sorted((m for m in state.models.values() if m.pinned is not None), key=lambda m: m.pinned or 0)
     homes = [(model, model.home) for model in pinned]
     for model in pinned:
-        model.home = None
+        set_home(state, model, None)
     for model, before in homes:
         group = state.groups.get(before) if before is not None else None
-        if group is None or not can_hold(state, group, model, MINIMAL_KV):
+        if group is None or not can_hold(group, model, MINIMAL_KV):
             group = choose_home(state, model)
-        model.home = group.name if group is not None else None
+        set_home(state, model, group)

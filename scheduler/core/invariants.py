@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from scheduler.core.core import SchedulerCore
 from scheduler.core.fitting import MINIMAL_KV, can_hold
+from scheduler.core.group import Group
 from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Placement
-from scheduler.core.state import Group, State
+from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 
 
@@ -61,8 +62,6 @@ def _check_work(state: State, placement: Placement) -> None:
         assert len(placement.running) <= state.config.max_running, f"too many requests run on {name}"
     else:
         assert placement.kv.granted == 0, f"{name} is idle and keeps KV"
-    busy = [other.group for other in state.placements(placement.model) if other.is_busy]
-    assert len(busy) <= 1, f"{placement.model} is busy on several groups: {busy}"
 
 
 def _check_requests(state: State) -> None:
@@ -87,4 +86,4 @@ def _check_pins(state: State) -> None:
         if model.home is not None:
             assert model.pinned is not None, f"{model.spec.name} has a home and is not pinned"
             home = state.groups[model.home]
-            assert can_hold(state, home, model, MINIMAL_KV), f"the pins on {model.home} do not fit together"
+            assert can_hold(home, model, MINIMAL_KV), f"the pins on {model.home} do not fit together"

@@ -37,6 +37,10 @@ class KvAccount:
         """Whether an answer to this grant says something new."""
         return any(grant.epoch == epoch for grant in self._grants)
 
+    def frames_of(self, epoch: int) -> int:
+        """What the grant `epoch` is about; 0 once it is settled."""
+        return next((grant.frames for grant in self._grants if grant.epoch == epoch), 0)
+
     def released(self, epoch: int, frames: int) -> None:
         """The worker's answer to the grant `epoch`.
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from scheduler.core.kv import KvAccount
 from scheduler.core.transitions import Phase, Signal, follow
 
 EXTENTS_AHEAD = 2
-"""Extents of one page-in that are outstanding at a time: one is read, the next is queued behind it."""
+"""Extents that are outstanding at a time: one is read, the next is queued behind it."""
 
 PAGE_OUT_TRIES = 5
 """A page-out that failed so often in a row is not tried again: unmapping does not fail on a sound worker."""
+
+
+class Activity(Enum):
+    """What the requests of a model on a group do."""
+
+    RUNNING = auto()  # or nothing, when there are none
+    SUSPENDING = auto()
+    SUSPENDED = auto()
+    RESUMING = auto()
 
 
 class Extent(NamedTuple):
@@ -21,6 +31,7 @@ class Extent(NamedTuple):
 
     last: int
     epoch: int
+    at: float
 
 
 class Leaving(NamedTuple):
@@ -32,7 +43,10 @@ class Leaving(NamedTuple):
 
 @dataclass(slots=True)
 class Placement:
-    """Invariant: `resident ≤ issued ≤ reserved ≤ pages`, all equal unless a page-in is under way."""
+    """Invariant: `resident ≤ issued ≤ reserved ≤ pages`, all equal unless a page-in is under way.
+
+    What runs or is about to has all its pages reserved, so that it can end: it is committed.
+    """
 
     model: str
     group: str
@@ -46,6 +60,13 @@ class Placement:
     leaving: Leaving | None = None
     kv: KvAccount = field(default_factory=KvAccount)
     running: dict[str, int] = field(default_factory=dict)  # request → its KV frames, in the order they were served
+    activity: Activity = Activity.RUNNING
+    activity_epoch: int = 0  # of the last Suspend or Resume
+    kv_suspended: int = 0  # KV frames that bring its suspended requests back
+    turn_began: float = 0.0  # when it began to run after it had not
+    suspended_at: float = 0.0
+    number_suspended: int = 0  # its place among the demands while it is suspended
+    whole_at: float = 0.0  # when its last page came in
     used: float = 0.0  # when it last finished a request or a load
     out_failures: int = 0  # page-outs that failed in a row
     out_retry_at: float = 0.0
@@ -66,7 +87,17 @@ class Placement:
     @property
     def is_busy(self) -> bool:
         """Whether something runs or is being read: the model stays on this group until that has ended."""
-        return bool(self.running) or self.phase is Phase.LOADING
+        return (bool(self.running) and not self.is_suspended) or self.phase is Phase.LOADING
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the whole model is in, or on its way with its frames reserved."""
+        return self.reserved == self.pages and self.phase in (Phase.LOADING, Phase.RESIDENT)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether requests wait here to go on. They hold no frame; the model's pages may go."""
+        return self.activity is Activity.SUSPENDED
 
     @property
     def is_stuck(self) -> bool:
@@ -79,4 +110,5 @@ class Placement:
 
     def can_page_out(self, now: float) -> bool:
         settled = self.phase in (Phase.PARTIAL, Phase.RESIDENT)
-        return settled and not self.running and not self.is_stuck and now >= self.out_retry_at
+        idle = not self.running or self.is_suspended
+        return settled and idle and not self.is_stuck and now >= self.out_retry_at

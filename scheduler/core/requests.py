@@ -25,6 +25,11 @@ class Request:
     started: bool = False  # a worker computed something of it; from then on its deadline is met
     cancelled: bool = False
 
+    @property
+    def has_deadline(self) -> bool:
+        """Its time is for its first step: it runs out for one that waits or, served, for its pages."""
+        return not self.started and not self.cancelled
+
 
 @dataclass(slots=True)
 class Job:

@@ -1,76 +1,23 @@
 """Everything the core knows, and the elementary changes of it.
 
 Each method here changes the state and emits the action that makes the same change outside. When to do so is decided
-in `core.py` (what an event means) and `planner.py` (what is to be done now).
+in `core.py` (what an event means) and `planner.py` (what is to be done now). A change that may give others something to do
+touches its model or group: the planner looks at what was touched, and at nothing else.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from scheduler.core.actions import Action, Cancel, Fail, GrantKv, PageIn, PageOut, Reason, Serve
+from scheduler.core.actions import Action, Cancel, Fail, GrantKv, PageIn, PageOut, Reason, Resume, Serve, Suspend
 from scheduler.core.config import CoreConfig
-from scheduler.core.events import Mesh, ModelSpec
-from scheduler.core.ledger import Ledger
-from scheduler.core.placement import EXTENTS_AHEAD, Extent, Leaving, Placement
+from scheduler.core.group import Group, Shape
+from scheduler.core.model import Model
+from scheduler.core.placement import EXTENTS_AHEAD, Activity, Extent, Leaving, Placement
 from scheduler.core.requests import Job, Request
+from scheduler.core.timers import Timer, Timers
 from scheduler.core.transitions import Phase, Signal
-from scheduler.core.view import Decision
-
-DECISIONS = 16
-"""Explanations that are kept of each model."""
-
-
-@dataclass(slots=True)
-class Group:
-    """A group of workers. One that was lost is remembered: it is expected to come back."""
-
-    name: str
-    ranks: int
-    ledger: Ledger
-    pp: int = 1
-    up: bool = True
-    placements: dict[str, Placement] = field(default_factory=dict)
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.ranks, self.pp
-
-
-@dataclass(slots=True)
-class Model:
-    """What is known of a model wherever it is. `waiting` is sorted by `Request.number`."""
-
-    spec: ModelSpec
-    waiting: list[Request] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-    pinned: int | None = None  # the number of the pin, which is its place among the demands
-    pinned_at: float = 0.0
-    home: str | None = None  # the group on which it is pinned
-    target: str | None = None  # the group on which room is being made for it
-    failures: int = 0  # page-ins that failed in a row
-    failure: str | None = None
-    retry_at: float = 0.0
-    last_finish: float | None = None
-    removed: bool = False
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS))
-    pages: int = field(init=False)
-    identities: tuple[frozenset[int], ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pages = len(self.spec.shards[0])
-        self.identities = tuple(frozenset(shard) for shard in self.spec.shards)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it admits nothing now, because it is to go first."""
-        return self.removed or any(job.kind == "evict" for job in self.jobs)
-
-    def loads(self) -> list[Job]:
-        return [job for job in self.jobs if job.kind == "load"]
+from scheduler.core.view import Decision, DecisionKind
 
 
 class State:
@@ -80,27 +27,37 @@ class State:
         self.config = config
         self.now = 0.0
         self.groups: dict[str, Group] = {}
+        self.shapes: dict[tuple[int, int], Shape] = {}  # mesh → its groups
         self.models: dict[str, Model] = {}
         self.requests: dict[str, Request] = {}
+        self.jobs: dict[str, Job] = {}
+        self.waiting = 0  # requests that wait, in all
         self.draining = False
+        self.timers = Timers(self._is_true)
         self.wake_at: float | None = None  # the Tick that was asked for
         self.service_seconds = 1.0  # of a request, averaged
         self.actions: list[Action] = []
+        self.touched_models: dict[str, None] = {}
+        self.touched_groups: dict[str, None] = {}
         self._epoch = 0
         self._number = 0
 
     # ---- looking
 
-    def placements(self, model: str) -> Iterator[Placement]:
-        """Where a model is, or was asked to be."""
-        return (group.placements[model] for group in self.groups.values() if model in group.placements)
+    def shape(self, model: Model) -> Shape:
+        """The groups on which a model can run."""
+        return self.shapes.setdefault(model.spec.mesh, Shape())
 
-    def busy(self, model: str) -> Placement | None:
-        """Where it runs or is being read, if anywhere. A model is busy on one group at a time."""
-        return next((placement for placement in self.placements(model) if placement.is_busy), None)
+    def busy(self, model: Model) -> Placement | None:
+        """Where it runs or is being read, if anywhere."""
+        return next((placement for placement in model.placements.values() if placement.is_busy), None)
 
-    def running(self, model: str) -> int:
-        return sum(len(placement.running) for placement in self.placements(model))
+    def touch(self, placement: Placement) -> None:
+        self.touched_groups[placement.group] = None
+        self.touched_models[placement.model] = None
+
+    def explain(self, model: Model, kind: DecisionKind, message: str) -> None:
+        model.decisions.append(Decision(self.now, kind, message))
 
     # ---- counting
 
@@ -112,19 +69,63 @@ class State:
         self._epoch += 1
         return self._epoch
 
+    # ---- time
+
+    def wake_group(self, group: Group, at: float) -> None:
+        if group.wake_at is None or at < group.wake_at:
+            group.wake_at = at
+            self.timers.set(at, "group", group.name)
+
+    def wake_model(self, model: Model, at: float) -> None:
+        if model.wake_at is None or at < model.wake_at:
+            model.wake_at = at
+            self.timers.set(at, "model", model.spec.name)
+
+    def watch(self, request: Request) -> None:
+        self.timers.set(request.deadline, "deadline", request.id)
+
+    def _is_true(self, timer: Timer) -> bool:
+        match timer.kind:
+            case "deadline":
+                request = self.requests.get(timer.name)
+                return request is not None and request.deadline == timer.at and request.has_deadline
+            case "group":
+                group = self.groups.get(timer.name)
+                return group is not None and group.wake_at == timer.at
+            case _:
+                model = self.models.get(timer.name)
+                return model is not None and model.wake_at == timer.at
+
     # ---- requests and jobs
 
     def enqueue(self, request: Request) -> None:
+        model = self.models[request.model]
         request.group = None
-        insort(self.models[request.model].waiting, request, key=lambda waiting: waiting.number)
+        self.waiting += 1
+        model.arrived_sum += request.arrived
+        if model.waiting and model.waiting[-1].number > request.number:
+            insort(model.waiting, request, key=lambda waiting: waiting.number)
+        else:
+            model.waiting.append(request)
+        self.watch(request)
+        self.touched_models[request.model] = None
+
+    def _dequeue(self, request: Request) -> None:
+        model = self.models[request.model]
+        model.waiting.remove(request)
+        model.arrived_sum = model.arrived_sum - request.arrived if model.waiting else 0.0
+        self.waiting -= 1
 
     def forget(self, request: Request) -> None:
         """The request has had its last word."""
         del self.requests[request.id]
         if request.group is None:
-            self.models[request.model].waiting.remove(request)
+            self._dequeue(request)
+            self.touched_models[request.model] = None
         else:
-            del self.groups[request.group].placements[request.model].running[request.id]
+            placement = self.groups[request.group].placements[request.model]
+            del placement.running[request.id]
+            self._one_less(placement)
 
     def fail(self, request: Request, reason: Reason, message: str, retry_after: float | None = None) -> None:
         """Last word on an admitted request. If it was sent to a worker, it may be running there: it is stopped."""
@@ -133,67 +134,75 @@ class State:
         self.forget(request)
         self.actions.append(Fail(request.id, reason, message, retry_after))
 
-    def fail_job(self, job: Job, reason: Reason, message: str, retry_after: float | None = None) -> None:
+    def close_job(self, job: Job) -> None:
+        del self.jobs[job.id]
         self.models[job.model].jobs.remove(job)
+        self.touched_models[job.model] = None
+
+    def fail_job(self, job: Job, reason: Reason, message: str, retry_after: float | None = None) -> None:
+        self.close_job(job)
         self.actions.append(Fail(job.id, reason, message, retry_after))
 
     # ---- memory
 
     def placement(self, group: Group, model: Model) -> Placement:
         name = model.spec.name
-        if name not in group.placements:
-            group.placements[name] = Placement(name, group.name, model.pages, self.next_number())
-        return group.placements[name]
+        placement = group.placements.get(name)
+        if placement is None:
+            placement = Placement(name, group.name, model.pages, self.next_number())
+            group.placements[name] = model.placements[group.name] = placement
+        return placement
 
-    def reserve(self, group: Group, placement: Placement) -> None:
-        """Reserve all of the model's pages, so that a page-in that began can end."""
+    def drop_empty(self, placement: Placement) -> None:
+        """Forget a placement of which nothing is left but that it was there."""
+        if placement.phase is Phase.ABSENT and not placement.is_held and not placement.running:
+            del self.groups[placement.group].placements[placement.model]
+            del self.models[placement.model].placements[placement.group]
+
+    def reserve(self, group: Group, placement: Placement, pages: int) -> None:
+        """Reserve pages up to `pages`."""
         if not placement.reserved:
             placement.number = self.next_number()
         shards = self.models[placement.model].spec.shards
-        group.ledger.hold(shards, placement.reserved, placement.pages)
-        placement.reserved = placement.pages
+        group.ledger.hold(shards, placement.reserved, pages)
+        placement.reserved = pages
 
     def revoke(self, group: Group, placement: Placement) -> None:
         """Give up what was reserved and not asked for yet: the page-in ends with what is being read."""
         shards = self.models[placement.model].spec.shards
         group.ledger.drop(shards, placement.issued, placement.reserved)
         placement.reserved = placement.issued
+        group.loading.pop(placement.model, None)
+        self.touch(placement)
 
     def release(self, group: Group, placement: Placement, keep: int) -> None:
         """The worker holds pages `[0, keep)` at most: the frames behind are free."""
         shards = self.models[placement.model].spec.shards
         group.ledger.drop(shards, keep, placement.reserved)
         placement.resident = placement.issued = placement.reserved = keep
+        group.loading.pop(placement.model, None)
+        self.touch(placement)
 
-    def issue_extents(self, placement: Placement) -> None:
-        """Ask for the next pages, as far ahead as allowed."""
+    def issue_extents(self, group: Group, placement: Placement) -> None:
+        """Ask for the next pages that are reserved, as far ahead as allowed."""
         while placement.issued < placement.reserved and len(placement.extents) < EXTENTS_AHEAD:
             placement.follow(Signal.PAGE_IN)
             first = placement.issued
             last = min(placement.reserved, first + self.config.extent_pages)
             epoch = self.next_epoch()
             placement.issued = last
-            placement.extents.append(Extent(last, epoch))
+            placement.extents.append(Extent(last, epoch, self.now))
+            group.outstanding += 1
             self.actions.append(PageIn(placement.group, placement.model, first, last, epoch))
+        if placement.issued < placement.reserved:
+            group.loading[placement.model] = placement
+        else:
+            group.loading.pop(placement.model, None)
 
     def page_out(self, placement: Placement, keep: int) -> None:
         placement.follow(Signal.PAGE_OUT)
         placement.leaving = Leaving(keep, self.next_epoch())
         self.actions.append(PageOut(placement.group, placement.model, keep, placement.leaving.epoch))
-
-    def grant(self, placement: Placement, frames: int) -> None:
-        epoch = self.next_epoch()
-        placement.kv.grant(frames, epoch)
-        self.groups[placement.group].ledger.set_kv(placement.model, placement.kv.reserved)
-        self.actions.append(GrantKv(placement.group, placement.model, frames, epoch))
-
-    def serve(self, placement: Placement, request: Request) -> None:
-        """Send a waiting request to the group. Its pages are reserved there and the grant covers it."""
-        self.models[request.model].waiting.remove(request)
-        request.group = placement.group
-        request.served = self.now
-        placement.running[request.id] = request.kv_frames
-        self.actions.append(Serve(request.id, placement.group))
 
     def settle(self, placement: Placement) -> None:
         """An extent is in. With no other behind it, the page-in is over: complete, or stopped."""
@@ -201,7 +210,57 @@ class State:
             placement.follow(Signal.EXTENT_IN)
         else:
             placement.follow(Signal.ALL_IN if placement.resident == placement.pages else Signal.STOPPED)
+        self.touch(placement)
 
-    def is_in(self, placement: Placement) -> bool:
-        """Whether the whole model is in, or on its way with its frames reserved."""
-        return placement.reserved == placement.pages and placement.phase in (Phase.LOADING, Phase.RESIDENT)
+    # ---- running
+
+    def grant(self, placement: Placement, frames: int) -> None:
+        epoch = self.next_epoch()
+        self._account_grant(placement, frames, epoch)
+        self.actions.append(GrantKv(placement.group, placement.model, frames, epoch))
+
+    def serve(self, group: Group, placement: Placement, request: Request) -> None:
+        """Send a waiting request to the group. Its pages are reserved there and the grant covers it."""
+        self._dequeue(request)
+        if not placement.running:
+            placement.turn_began = self.now
+            group.busy[placement.model] = placement
+        request.group = placement.group
+        request.served = self.now
+        placement.running[request.id] = request.kv_frames
+        self.actions.append(Serve(request.id, placement.group))
+
+    def stop_running(self, group: Group, placement: Placement) -> None:
+        """Nothing runs here any more: it keeps no KV, and nothing is suspended."""
+        group.busy.pop(placement.model, None)
+        placement.kv.wanted = 0
+        placement.activity = Activity.RUNNING
+
+    def _one_less(self, placement: Placement) -> None:
+        self.touched_groups[placement.group] = None
+        if self.models[placement.model].is_leaving:
+            self.touched_models[placement.model] = None
+        if placement.running:
+            return
+        self.stop_running(self.groups[placement.group], placement)
+        if placement.kv.granted:
+            self.grant(placement, 0)
+        self.touched_models[placement.model] = None
+
+    def suspend(self, placement: Placement) -> None:
+        placement.activity = Activity.SUSPENDING
+        placement.activity_epoch = epoch = self.next_epoch()
+        placement.kv.wanted = 0
+        self._account_grant(placement, 0, epoch)
+        self.actions.append(Suspend(placement.group, placement.model, epoch))
+
+    def resume(self, placement: Placement) -> None:
+        placement.activity = Activity.RESUMING
+        placement.activity_epoch = epoch = self.next_epoch()
+        placement.turn_began = self.now
+        self._account_grant(placement, placement.kv_suspended, epoch)
+        self.actions.append(Resume(placement.group, placement.model, placement.kv_suspended, epoch))
+
+    def _account_grant(self, placement: Placement, frames: int, epoch: int) -> None:
+        placement.kv.grant(frames, epoch)
+        self.groups[placement.group].ledger.set_kv(placement.model, placement.kv.reserved)

@@ -1,32 +1,29 @@
-"""What policy decides on: frozen views of waiting work and of one group's memory, made by the core's planner."""
+"""What policy decides on: frozen views of what is wanted on a group and of who holds its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.policy.history import History
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Something that needs a model's pages: a waiting request, a load, or a pin whose model is not in."""
+class Want(NamedTuple):
+    """A model that is wanted on a group, for its waiting requests, a load, a pin, or to go on where it was suspended."""
 
-    number: int  # order of arrival
-    since: float
     model: str
-    kv_frames: int
-    request: str | None = None  # None: the pages are wanted for themselves
-    pin: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A group on which a model could run."""
-
-    group: str
-    held: int  # pages of the model that are in already
-    free: int  # frames free on its fullest rank
-    home: bool = False  # the model is pinned here
-    target: bool = False  # room is being made for it here
+    number: int  # the order of arrival of the oldest that waits
+    since: float  # when that came
+    due: float  # from then on it goes before everything that is not overdue
+    queue: int  # how many wait, at least 1
+    waited: float  # seconds that they have waited, all together
+    load: float  # seconds of the link until all its pages are in
+    run: float  # seconds that a batch of it takes
+    priority: int = 0
+    slack: float | None = None  # seconds left until its objective cannot be met any more; None: it has none
+    is_next: bool = False  # the link's last extent or page-out was for it
+    is_in: bool = False  # all its pages are in or on their way for good: only KV may lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,15 @@ class Holder:
     used: float
     number: int  # order in which models came to the group
     pinned: bool = False
+    history: History | None = None
+    load: float = 0.0  # seconds to bring back all that it holds
+    priority: int = 0
+    is_wanted: bool = False  # something waits for it
+    is_whole: bool = True  # all its pages are in
+    is_copy: bool = False  # it is whole on another group too
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(NamedTuple):
     """Pages `[keep, …)` of a model."""
 
     model: str
@@ -58,12 +60,9 @@ class Memory:
     incoming: Sequence[frozenset[int]]  # for each rank, the pages of the incoming model
     counts: Sequence[Mapping[int, int]]  # for each rank, how often each page is held
     leaving: Sequence[tuple[Holder, int]]  # page-outs under way, and what they keep
-    idle: Sequence[Holder]  # may be taken
-    busy: Sequence[Holder]  # may be taken once they are done
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """What to take. `short` is what lacks even then, on the worst rank."""
 
     tails: tuple[Tail, ...]

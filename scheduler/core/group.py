@@ -1,0 +1,93 @@
+"""A group of workers as the core knows it, and the groups of one mesh together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, NamedTuple
+
+from scheduler.core.events import Mesh
+from scheduler.core.ledger import Ledger
+from scheduler.core.placement import Placement
+
+if TYPE_CHECKING:
+    from scheduler.core.model import Model
+
+
+@dataclass(slots=True)
+class Group:
+    """One that was lost is remembered: it is expected to come back."""
+
+    name: str
+    ranks: int
+    ledger: Ledger
+    pp: int = 1
+    up: bool = True
+    placements: dict[str, Placement] = field(default_factory=dict)
+    wanted: dict[str, None] = field(default_factory=dict)  # models that wait for its memory or its batch
+    busy: dict[str, Placement] = field(default_factory=dict)  # what has requests here, suspended ones among them
+    pinned: dict[str, Model] = field(default_factory=dict)  # in the order in which they were pinned
+    loading: dict[str, Placement] = field(default_factory=dict)  # what has reserved pages that were not asked for yet
+    next_in: str = ""  # the model that room was made for, or pages asked for, last
+    outstanding: int = 0  # extents asked for and not in
+    extent_in_at: float = 0.0  # when the last one came in
+    page_seconds: float | None = None  # measured: of the link, a page
+    wake_at: float | None = None  # when it is to be looked at though nothing happens
+    asleep_until: float = 0.0  # nothing is decided before (policies with a tick)
+    listed: tuple[int, int] | None = None  # its place among the groups of its shape
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.ranks, self.pp
+
+
+class Sizes(NamedTuple):
+    """What the groups of a shape can hold: frames of a rank."""
+
+    largest: int
+    largest_unpinned: int  # of groups on which nothing is pinned; 0 if there is none
+    pinned: tuple[Group, ...]
+
+
+class Shape:
+    """All groups of one mesh, whether they are up or expected back."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self.stalled: dict[str, None] = {}  # models that wait for memory on a group that has none to give
+        self._sizes: Sizes | None = None
+        self._heap: list[tuple[tuple[int, int], str]] = []  # the groups by how little they have to do and how much room
+
+    def rank(self, group: Group) -> None:
+        """What the group has to do, or its free memory, may have changed."""
+        place = len(group.wanted) + group.outstanding, -min(group.ledger.free())
+        if place != group.listed:
+            group.listed = place
+            heappush(self._heap, (place, group.name))
+
+    def freest(self, count: int) -> list[Group]:
+        """The groups that have least to do, at most `count` of those that are up."""
+        found: dict[tuple[tuple[int, int], str], Group] = {}
+        while self._heap and len(found) < count:
+            entry = heappop(self._heap)
+            group = self.groups.get(entry[1])
+            if group is not None and group.up and group.listed == entry[0]:
+                found[entry] = group
+        for entry in found:
+            heappush(self._heap, entry)
+        return list(found.values())
+
+    @property
+    def sizes(self) -> Sizes:
+        if self._sizes is None:
+            groups = self.groups.values()
+            self._sizes = Sizes(
+                largest=max((group.ledger.capacity for group in groups), default=0),
+                largest_unpinned=max((group.ledger.capacity for group in groups if not group.pinned), default=0),
+                pinned=tuple(group for group in groups if group.pinned),
+            )
+        return self._sizes
+
+    def changed(self) -> None:
+        """A group came, went, or has other pins."""
+        self._sizes = None

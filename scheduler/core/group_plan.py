@@ -1,0 +1,375 @@
+"""What is to be done on one group now.
+
+What is wanted there is considered in the order that policy gives. Requests join a model that is in, or coming for good. For a
+model that is not, frames are taken and pages asked for, while the link has less than two extents to read: the whole model at
+once, or extent by extent, each a decision of its own, until what remains takes no longer than the first requests' run. Then
+the rest is reserved and the requests are served, for whom the last pages arrive in time.
+
+Frames that lack are made free out of the tails of victims that policy names, and out of KV that batches hold beyond need. The frames
+that a demand waits for are its claim in this pass: nothing after it may take them. A demand that only busy models could make room
+for waits without a claim until it is due, and with one from then on; those who must go take no more work, and are suspended
+if they take long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.core.fitting import can_hold
+from scheduler.core.group import Group
+from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
+from scheduler.core.model import Model
+from scheduler.core.placement import EXTENTS_AHEAD, Activity, Placement
+from scheduler.core.requests import Request
+from scheduler.core.state import State
+from scheduler.core.transitions import Phase
+from scheduler.policy.base import Policy
+from scheduler.policy.tails import make_room, who_must_drain
+from scheduler.policy.view import Holder, Memory, Want
+
+LONG_RUN = 0.5
+"""Seconds. What is expected to be done sooner is waited for rather than suspended."""
+
+STALLED_LOOKED_AT = 4
+"""Models waiting elsewhere that an idle group offers itself to."""
+
+
+class GroupPlan:
+    """Made anew for every pass; what it remembers is of this pass only."""
+
+    def __init__(self, state: State, policy: Policy, group: Group) -> None:
+        self._state = state
+        self._policy = policy
+        self._group = group
+        self._claims: list[int] | None = None  # frames on each rank that those considered before wait for
+        self._held_back: set[str] = set()  # models that take no more work
+        self._link_is_taken = False  # somebody considered before waits for frames that are coming
+
+    def run(self) -> None:
+        group, state = self._group, self._state
+        for placement in list(group.loading.values()):
+            state.issue_extents(group, placement)
+        if state.now < group.asleep_until:
+            state.wake_group(group, group.asleep_until)
+            return
+        if group.wanted:
+            self._consider_all()
+        if group.busy:
+            self._lend_kv()
+        if not group.wanted:
+            self._offer()
+        state.shapes[group.mesh].rank(group)
+
+    def _consider_all(self) -> None:
+        wants = [want for name in list(self._group.wanted) if (want := self._want(name)) is not None]
+        for want in self._policy.order(wants, self._state.now):
+            if not self._consider(want) and self._policy.tick:
+                self._group.asleep_until = self._state.now + self._policy.tick
+                self._state.wake_group(self._group, self._group.asleep_until)
+                return
+
+    def _offer(self) -> None:
+        """Nothing is wanted here: models that wait for memory on other groups may come."""
+        stalled = self._state.shapes[self._group.mesh].stalled
+        for name in list(stalled)[:STALLED_LOOKED_AT]:
+            del stalled[name]
+            self._state.touched_models[name] = None
+
+    # ---- what is wanted
+
+    def _want(self, name: str) -> Want | None:
+        """None if nothing is wanted any more."""
+        state, group = self._state, self._group
+        model, placement = state.models[name], group.placements.get(name)
+        now = state.now
+        is_in = placement is not None and placement.is_committed
+        if placement is not None and placement.is_suspended:
+            since, number, queue = placement.suspended_at, placement.number_suspended, len(placement.running)
+            waited = queue * (now - since)
+        elif model.waiting and not model.is_leaving:
+            oldest = model.waiting[0]
+            since, number, queue = oldest.arrived, oldest.number, len(model.waiting)
+            waited = queue * now - model.arrived_sum
+        elif not is_in and model.jobs and model.loads():
+            job = model.loads()[0]
+            since, number, queue, waited = job.at, job.number, 1, now - job.at
+        elif not is_in and model.home == group.name and model.pinned is not None:
+            since, number, queue, waited = model.pinned_at, model.pinned, 1, now - model.pinned_at
+        else:
+            del group.wanted[name]
+            model.targets.pop(group.name, None)
+            return None
+        load = 0.0 if is_in else remaining_seconds(state, group, model)
+        bound = model.spec.max_wait if model.spec.max_wait is not None else state.config.wait_bound
+        run, slo = run_seconds(model), model.spec.slo
+        return Want(
+            name,
+            number,
+            since,
+            since + max(0.0, bound - load),
+            min(queue, state.config.max_running),
+            waited,
+            load,
+            run,
+            model.spec.priority,
+            None if slo is None else since + slo - run - load - now,
+            group.next_in == name,
+            is_in,
+        )
+
+    def _consider(self, want: Want) -> bool:
+        """Do what can be done for it; False if memory has to be waited for."""
+        group = self._group
+        model, placement = self._state.models[want.model], group.placements.get(want.model)
+        if placement is not None:
+            if placement.phase is Phase.EVICTING:
+                return True  # its page-out has to end first
+            if placement.is_committed:
+                return self._serve(want, model, placement)
+        if want.model in self._held_back:
+            return True
+        return self._bring_in(want, model, placement)
+
+    # ---- serving what is in
+
+    def _serve(self, want: Want, model: Model, placement: Placement) -> bool:
+        """Let as many requests as can be join the batch, in their order; a smaller one may go before one that has to wait."""
+        if placement.is_suspended:
+            return self._resume(want, placement)
+        if self._policy.whole and placement.phase is not Phase.RESIDENT:
+            return True
+        if placement.activity is Activity.SUSPENDING:
+            return True
+        most, blocked = self._state.config.max_running, None
+        for request in list(model.waiting):
+            if len(placement.running) >= most or want.model in self._held_back:
+                break
+            kv = request.kv_frames
+            if blocked is not None and kv >= blocked:
+                continue
+            if self._group.pinned and not can_hold(self._group, model, kv):
+                continue  # it has to run elsewhere
+            if not self._serve_one(placement, request):
+                self._make_room(want, placement, [max(0, kv - placement.kv.granted)] * self._group.ranks)
+                blocked = kv
+        return blocked is None
+
+    def _serve_one(self, placement: Placement, request: Request) -> bool:
+        kv = request.kv_frames
+        lacking = kv - placement.kv.granted
+        if lacking > 0:
+            if not self._has([lacking] * self._group.ranks, placement, kv):
+                return False
+            self._state.grant(placement, kv)
+        self._state.serve(self._group, placement, request)
+        return True
+
+    def _resume(self, want: Want, placement: Placement) -> bool:
+        kv = placement.kv_suspended
+        lacking = [max(0, kv - placement.kv.granted)] * self._group.ranks
+        if self._has(lacking, placement, kv):
+            self._state.resume(placement)
+            return True
+        return self._make_room(want, placement, lacking)
+
+    # ---- bringing a model in
+
+    def _bring_in(self, want: Want, model: Model, placement: Placement | None) -> bool:
+        group, state = self._group, self._state
+        is_due = state.now >= want.due
+        if (group.outstanding >= EXTENTS_AHEAD and not is_due) or self._link_is_taken:
+            return True  # its turn comes when an extent is in
+        reserved = placement.reserved if placement is not None else 0
+        last = min(model.pages, reserved + state.config.extent_pages)
+        for_good = self._policy.keeps_to_it or is_due or last == model.pages or want.load <= want.run
+        kv = 0
+        if for_good:
+            last, kv = model.pages, self._first_kv(model, placement)
+            lacking = [pages + kv for pages in group.ledger.missing(model.spec.shards)]
+        else:
+            lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
+        if not self._has(lacking, placement, kv):
+            return self._make_room(want, placement, lacking)
+        group.next_in = want.model
+        placement = state.placement(group, model)
+        state.reserve(group, placement, last)
+        state.issue_extents(group, placement)
+        if for_good and (model.waiting or placement.is_suspended):
+            self._serve(want, model, placement)
+        return True
+
+    def _first_kv(self, model: Model, placement: Placement | None) -> int:
+        """KV frames of the first that is to run here."""
+        if placement is not None and placement.is_suspended:
+            return placement.kv_suspended
+        if not self._group.pinned:
+            return model.waiting[0].kv_frames if model.waiting else 0
+        fitting = (r.kv_frames for r in model.waiting if can_hold(self._group, model, r.kv_frames))
+        return next(fitting, 0)
+
+    # ---- frames
+
+    def _has(self, lacking: Sequence[int], placement: Placement | None, kv: int) -> bool:
+        """Whether these frames are free on each rank, and nobody considered before waits for them.
+
+        KV that the model itself is giving back is not free yet, but it can keep it, unless somebody waits for it.
+        """
+        kept = 0
+        if placement is not None and kv:
+            kept = max(0, min(placement.kv.reserved, kv) - placement.kv.granted)
+        free = self._group.ledger.free()
+        if any(need - kept > there for need, there in zip(lacking, free, strict=True)):
+            return False
+        if self._claims is None:
+            return True
+        return all(need <= max(0, there) for need, there in zip(lacking, self._unclaimed(), strict=True))
+
+    def _unclaimed(self) -> list[int]:
+        """Frames on each rank that are free, or KV that is being given back, less what is claimed."""
+        coming = sum(p.kv.reserved - p.kv.granted for p in self._group.placements.values())
+        claims = self._claims or [0] * self._group.ranks
+        return [free + coming - claimed for free, claimed in zip(self._group.ledger.free(), claims, strict=True)]
+
+    def _claim(self, lacking: Sequence[int]) -> None:
+        before = self._claims or [0] * self._group.ranks
+        self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
+
+    def _make_room(self, want: Want, placement: Placement | None, lacking: Sequence[int]) -> bool:
+        """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
+        state, now = self._state, self._state.now
+        memory = self._memory(want, lacking)
+        others = [p for p in self._group.placements.values() if p.model != want.model and p.reserved]
+        holders = [self._holder(p) for p in others if p.can_page_out(now) and not self._is_pinned(p)]
+        victims = self._policy.victims(want, holders, now)
+        room = make_room(memory, victims, self._policy.whole)
+        surplus = self._surplus(want.model)
+        if room.short <= sum(frames for _, frames in surplus):
+            for tail in room.tails:
+                self._take(want, self._group.placements[tail.model], tail.keep)
+            self._take_back(surplus, room.short)
+            self._claim(lacking)
+            if not want.is_in:
+                self._link_is_taken = True
+                self._group.next_in = want.model
+            return True
+        if now >= want.due:
+            self._clear(want, memory, holders, [p for p in others if p.is_busy])
+            self._claim(self._whole_need(want, placement, lacking))
+        else:
+            worth = self._policy.worth_at(want, holders, now)
+            state.wake_group(self._group, want.due if worth is None or worth <= now else min(worth, want.due))
+            state.shapes[self._group.mesh].stalled[want.model] = None
+        return False
+
+    def _whole_need(self, want: Want, placement: Placement | None, lacking: Sequence[int]) -> Sequence[int]:
+        return lacking
+
+    def _take(self, want: Want, victim: Placement, keep: int) -> None:
+        state = self._state
+        model = state.models[victim.model]
+        state.explain(
+            model,
+            "evicted",
+            f"{victim.reserved - keep} of its {model.pages} pages go from {victim.group} for {want.model}, for which "
+            f"{want.queue} wait, the oldest for {state.now - want.since:.2f} s; it was last used "
+            f"{state.now - victim.used:.2f} s ago.",
+        )
+        state.page_out(victim, keep)
+
+    def _is_pinned(self, placement: Placement) -> bool:
+        return placement.model in self._group.pinned
+
+    def _memory(self, want: Want, lacking: Sequence[int]) -> Memory:
+        """The group's memory as this demand sees it."""
+        placements = self._group.placements.values()
+        return Memory(
+            short=[need - unclaimed for need, unclaimed in zip(lacking, self._unclaimed(), strict=True)],
+            incoming=self._state.models[want.model].identities,
+            counts=self._group.ledger.holders,
+            leaving=[(self._holder(p), p.leaving.keep) for p in placements if p.leaving is not None],
+        )
+
+    def _holder(self, placement: Placement) -> Holder:
+        model = self._state.models[placement.model]
+        return Holder(
+            model=placement.model,
+            shards=model.spec.shards,
+            pages=placement.reserved,
+            kv=placement.kv.granted,
+            used=placement.used,
+            number=placement.number,
+            pinned=model.home == placement.group,
+            history=model.history,
+            load=load_seconds(self._state, self._group, model),
+            priority=model.spec.priority,
+            is_wanted=placement.model in self._group.wanted,
+            is_whole=placement.resident == placement.pages,
+            is_copy=any(p.is_committed and p is not placement for p in model.placements.values()),
+        )
+
+    # ---- what is due and finds nothing to take
+
+    def _clear(self, want: Want, memory: Memory, idle: Sequence[Holder], busy: Sequence[Placement]) -> None:
+        """Busy models must make room: they take no more work, and what would run for long is suspended."""
+        if any(placement.model in self._held_back for placement in busy):
+            return
+        chosen = who_must_drain(memory, idle, [self._holder(placement) for placement in busy if placement.running])
+        self._held_back.update(chosen)
+        if self._state.config.time_slice is not None:
+            for name in chosen:
+                self._suspend_if_long(want, self._group.placements[name], self._state.config.time_slice)
+
+    def _suspend_if_long(self, want: Want, placement: Placement, time_slice: float) -> None:
+        """Only what has had its turn, and only if it is not about to end."""
+        state = self._state
+        if placement.activity is not Activity.RUNNING or placement.phase is not Phase.RESIDENT:
+            return
+        began = max(placement.turn_began, placement.whole_at)
+        model = state.models[placement.model]
+        at = began + max(time_slice, load_seconds(state, self._group, model))
+        if run_seconds(model) < LONG_RUN:
+            at = max(at, want.due + LONG_RUN)
+        if state.now < at:
+            state.wake_group(self._group, at)
+            return
+        state.explain(
+            model,
+            "suspended",
+            f"{len(placement.running)} requests stop on {placement.group} after {state.now - began:.2f} s for "
+            f"{want.model}, which has waited for {state.now - want.since:.2f} s.",
+        )
+        state.suspend(placement)
+
+    # ---- KV beyond need
+
+    def _surplus(self, besides: str) -> list[tuple[Placement, int]]:
+        """KV frames granted beyond what the longest running request may need, largest first."""
+        surplus = [
+            (placement, placement.kv.granted - placement.least_kv)
+            for placement in self._group.busy.values()
+            if placement.model != besides
+            and placement.activity is Activity.RUNNING
+            and placement.kv.granted > placement.least_kv
+        ]
+        return sorted(surplus, key=lambda pair: (-pair[1], pair[0].number))
+
+    def _take_back(self, surplus: Sequence[tuple[Placement, int]], frames: int) -> None:
+        for placement, most in surplus:
+            taken = min(most, frames)
+            if taken > 0:
+                self._state.grant(placement, placement.kv.granted - taken)
+                frames -= taken
+
+    def _lend_kv(self) -> None:
+        """Give batches the KV they could use, out of frames that nobody is about to get.
+
+        A demand that waits for busy models cannot use what is free. When it can, what was lent is taken back.
+        """
+        for placement in self._group.busy.values():
+            kv = placement.kv
+            if kv.wanted > kv.granted and placement.activity is Activity.RUNNING:
+                most = kv.reserved + min(self._group.ledger.free())
+                if self._claims is not None:
+                    most = min(most, kv.granted + min(self._unclaimed()))
+                if most > kv.granted:
+                    self._state.grant(placement, min(kv.wanted, most))

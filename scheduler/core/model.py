@@ -1,0 +1,58 @@
+"""A model as the core knows it, wherever it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.core.events import ModelSpec
+from scheduler.core.placement import Placement
+from scheduler.core.requests import Job, Request
+from scheduler.core.view import Decision
+from scheduler.policy.history import History
+
+DECISIONS = 16
+"""Explanations that are kept of each model."""
+
+
+@dataclass(slots=True)
+class Model:
+    """`waiting` is sorted by `Request.number`."""
+
+    spec: ModelSpec
+    waiting: list[Request] = field(default_factory=list)
+    arrived_sum: float = 0.0  # of the arrivals of those that wait
+    jobs: list[Job] = field(default_factory=list)
+    placements: dict[str, Placement] = field(default_factory=dict)  # by group
+    targets: dict[str, None] = field(default_factory=dict)  # groups on which its demands are to be met
+    pinned: int | None = None  # the number of the pin, which is its place among the demands
+    pinned_at: float = 0.0
+    home: str | None = None  # the group on which it is pinned
+    failures: int = 0  # page-ins that failed in a row
+    failure: str | None = None
+    retry_at: float = 0.0
+    last_finish: float | None = None
+    removed: bool = False
+    wake_at: float | None = None  # when it is to be looked at though nothing happens
+    page_seconds: float | None = None  # measured: to read one of its pages
+    run_seconds: float | None = None  # measured: from when it could run to its end, a request
+    history: History = field(default_factory=History)
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS))
+    pages: int = field(init=False)
+    identities: tuple[frozenset[int], ...] = field(init=False)
+    most_pages: int = field(init=False)  # distinct ones, on the fullest rank
+
+    def __post_init__(self) -> None:
+        self.pages = len(self.spec.shards[0])
+        self.identities = tuple(frozenset(shard) for shard in self.spec.shards)
+        self.most_pages = max(len(pages) for pages in self.identities)
+        self.page_seconds = self.spec.page_seconds
+        self.run_seconds = self.spec.run_seconds
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it admits nothing now, because it is to go first."""
+        return self.removed or (bool(self.jobs) and any(job.kind == "evict" for job in self.jobs))
+
+    def loads(self) -> list[Job]:
+        return [job for job in self.jobs if job.kind == "load"]

@@ -1,0 +1,49 @@
+"""When to look again: a heap of times, each with what to look at then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+SLACK = 64
+"""Timers that may be out of date before the heap is swept, beside as many as there are true ones."""
+
+
+class Timer(NamedTuple):
+    at: float
+    number: int  # in which order they were set
+    kind: str
+    name: str
+
+
+class Timers:
+    """Each may be out of date by the time it comes; `is_true` tells, and out of date ones never wake anybody."""
+
+    def __init__(self, is_true: Callable[[Timer], bool]) -> None:
+        self._is_true = is_true
+        self._heap: list[Timer] = []
+        self._number = 0
+        self._sweep_at = SLACK
+
+    def set(self, at: float, kind: str, name: str) -> None:
+        self._number += 1
+        heappush(self._heap, Timer(at, self._number, kind, name))
+        if len(self._heap) > self._sweep_at:
+            self._heap = [timer for timer in self._heap if self._is_true(timer)]
+            heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + SLACK
+
+    def due(self, now: float) -> Iterator[Timer]:
+        """Those whose time has come, each once."""
+        heap = self._heap
+        while heap and heap[0].at <= now:
+            timer = heappop(heap)
+            if self._is_true(timer):
+                yield timer
+            heap = self._heap
+
+    def next(self) -> float | None:
+        while self._heap and not self._is_true(self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0].at if self._heap else None

@@ -1,0 +1,38 @@
+"""What a policy is: pure choices over frozen views, and how much of the mechanism it uses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from scheduler.policy.view import Holder, Want
+
+
+class Policy(ABC):
+    """Which model next, whose pages go. The core asks; it never looks inside."""
+
+    keeps_to_it: ClassVar[bool] = True
+    """A page-in that began is seen through: all frames are taken first. Otherwise each extent is a new decision."""
+
+    whole: ClassVar[bool] = False
+    """Models come and go whole, and run only once they are in."""
+
+    tick: ClassVar[float] = 0.0
+    """If the first cannot go, nothing goes for so long."""
+
+    @abstractmethod
+    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
+        """Who is considered first."""
+
+    @abstractmethod
+    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+        """Idle models whose pages may be taken for `want`, in order."""
+
+    def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
+        """When to ask again for victims that were not given; None: time alone changes nothing."""
+        return None
+
+    def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Holder | None:
+        """A model to bring in though nobody waits for it, when the link is idle."""
+        return None

@@ -1,0 +1,23 @@
+"""Computron's policy, as a baseline (arXiv 2306.13835).
+
+The model with the oldest request goes first. If it is absent, the least recently used model that is idle goes out, whole. If
+none can go, nothing at all is done until the next tick of 10 ms. A model runs once all of it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.policy.base import Policy
+from scheduler.policy.view import Holder, Want
+
+
+class Computron(Policy):
+    whole = True
+    tick = 0.01
+
+    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
+        return sorted(wants, key=lambda want: want.number)
+
+    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+        return sorted(holders, key=lambda holder: (holder.used, holder.number))

@@ -1,0 +1,19 @@
+"""Least recently used: the oldest request first, the pages of whoever was used longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.policy.base import Policy
+from scheduler.policy.view import Holder, Want
+
+
+class Lru(Policy):
+    """Tails, streaming start and free page-outs as everywhere; a page-in that began is seen through."""
+
+    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
+        return sorted(wants, key=lambda want: want.number)
+
+    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+        idle = [holder for holder in holders if not holder.is_wanted or now >= want.due]
+        return sorted(idle, key=lambda holder: (holder.used, holder.number))

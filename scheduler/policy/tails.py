@@ -1,0 +1,99 @@
+"""Which pages of the victims go: exactly as many as free the frames that lack, tails first.
+
+A page that another model holds too frees nothing, nor does one that the incoming model is made of: it would have to be
+read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scheduler.policy.view import Holder, Memory, Room, Tail
+
+
+def make_room(memory: Memory, victims: Sequence[Holder], whole: bool = False) -> Room:
+    """The tails of `victims` to page out, the first victim's first. `whole`: models go whole or not at all."""
+    frames = _Frames(memory)
+    keeps: list[tuple[Holder, int]] = []
+    for victim in victims:
+        if frames.short <= 0:
+            break
+        keep = victim.pages
+        while keep and (frames.short > 0 or (whole and keep < victim.pages)):
+            keep -= 1
+            frames.take(victim, keep)
+        keeps.append((victim, keep))
+    if not whole:
+        keeps = [(victim, frames.spare(victim, keep)) for victim, keep in reversed(keeps)][::-1]
+    tails = tuple(Tail(victim.model, keep) for victim, keep in keeps if keep < victim.pages)
+    return Room(tails, max(0, frames.short))
+
+
+def who_must_drain(memory: Memory, idle: Iterable[Holder], busy: Iterable[Holder]) -> list[str]:
+    """The busy models that must take no more work so that the incoming model gets its memory, beside all idle ones.
+
+    They are chosen in the order in which they came, which does not change while they drain: by least recent use,
+    two busy models could take turns in being spared, and neither would ever be done.
+    """
+    frames = _Frames(memory)
+    for victim in idle:
+        frames.take_all(victim)
+    chosen = []
+    for holder in sorted(busy, key=lambda holder: (holder.pinned, holder.priority, holder.number)):
+        if frames.short <= 0:
+            break
+        if not holder.pinned:
+            frames.take_all(holder)
+        frames.take_kv(holder)
+        chosen.append(holder.model)
+    return chosen
+
+
+class _Frames:
+    """Counts what becomes free on each rank as pages are taken, page by page."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._short = list(memory.short)
+        self._taken: list[dict[int, int]] = [{} for _ in memory.short]
+        for holder, keep in memory.leaving:
+            for page in range(keep, holder.pages):
+                self.take(holder, page)
+
+    @property
+    def short(self) -> int:
+        """Frames lacking on the worst rank; negative when there are more than enough."""
+        return max(self._short)
+
+    def take(self, holder: Holder, index: int) -> None:
+        for rank, shard in enumerate(holder.shards):
+            page, taken = shard[index], self._taken[rank]
+            taken[page] = taken.get(page, 0) + 1
+            self._short[rank] -= self._is_freed(rank, page)
+
+    def spare(self, holder: Holder, keep: int) -> int:
+        """Give back what was taken in vain: a page that two victims share is free only when both have lost it."""
+        while keep < holder.pages and self._can_spare(holder, keep):
+            for rank, shard in enumerate(holder.shards):
+                self._short[rank] += self._is_freed(rank, shard[keep])
+                self._taken[rank][shard[keep]] -= 1
+            keep += 1
+        return keep
+
+    def _can_spare(self, holder: Holder, index: int) -> bool:
+        return all(
+            self._short[rank] + self._is_freed(rank, shard[index]) <= max(0, self._short[rank])
+            for rank, shard in enumerate(holder.shards)
+        )
+
+    def take_all(self, holder: Holder) -> None:
+        for index in reversed(range(holder.pages)):
+            self.take(holder, index)
+
+    def take_kv(self, holder: Holder) -> None:
+        self._short = [short - holder.kv for short in self._short]
+
+    def _is_freed(self, rank: int, page: int) -> bool:
+        memory = self._memory
+        gone = self._taken[rank].get(page, 0) == memory.counts[rank].get(page, 0)
+        return gone and page not in memory.incoming[rank]

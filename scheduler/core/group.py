@@ -28,6 +28,7 @@ class Group:
     busy: dict[str, Placement] = field(default_factory=dict)  # what has requests here, suspended ones among them
     pinned: dict[str, Model] = field(default_factory=dict)  # in the order in which they were pinned
     loading: dict[str, Placement] = field(default_factory=dict)  # what has reserved pages that were not asked for yet
+    known: dict[str, None] = field(default_factory=dict)  # models that were paged out here, the latest last
     next_in: str = ""  # the model that room was made for, or pages asked for, last
     outstanding: int = 0  # extents asked for and not in
     extent_in_at: float = 0.0  # when the last one came in

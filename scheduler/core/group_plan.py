@@ -1,14 +1,14 @@
 """What is to be done on one group now.
 
-What is wanted there is considered in the order that policy gives. Requests join a model that is in, or coming for good. For a
-model that is not, frames are taken and pages asked for, while the link has less than two extents to read: the whole model at
-once, or extent by extent, each a decision of its own, until what remains takes no longer than the first requests' run. Then
-the rest is reserved and the requests are served, for whom the last pages arrive in time.
+What is wanted there is considered in the order that policy gives. Requests join a model that is in, or coming for
+good. For a model that is not, frames are taken and pages asked for, while the link has less than two extents to read:
+the whole model at once, or extent by extent, each a decision of its own, until what remains takes no longer than the
+first requests' run. Then the rest is reserved and the requests are served, for whom the last pages arrive in time.
 
-Frames that lack are made free out of the tails of victims that policy names, and out of KV that batches hold beyond need. The frames
-that a demand waits for are its claim in this pass: nothing after it may take them. A demand that only busy models could make room
-for waits without a claim until it is due, and with one from then on; those who must go take no more work, and are suspended
-if they take long.
+Frames that lack are made free out of the tails of victims that policy names, and out of KV that batches hold beyond
+need. The frames that a demand waits for are its claim in this pass: nothing after it may take them. A demand that only
+busy models could make room for waits without a claim until it is due, and with one from then on; those who must go
+take no more work, and are suspended if they take long.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ LONG_RUN = 0.5
 
 STALLED_LOOKED_AT = 4
 """Models waiting elsewhere that an idle group offers itself to."""
+
+MOST_KNOWN = 16
+"""Models that were paged out here and may be brought in again before they are asked for."""
 
 
 class GroupPlan:
@@ -58,6 +61,8 @@ class GroupPlan:
             self._lend_kv()
         if not group.wanted:
             self._offer()
+        if group.outstanding == 0 and not self._link_is_taken:
+            self._prefetch()
         state.shapes[group.mesh].rank(group)
 
     def _consider_all(self) -> None:
@@ -101,7 +106,7 @@ class GroupPlan:
             return None
         load = 0.0 if is_in else remaining_seconds(state, group, model)
         bound = model.spec.max_wait if model.spec.max_wait is not None else state.config.wait_bound
-        run, slo = run_seconds(model), model.spec.slo
+        run, slo = run_seconds(state, model), model.spec.slo
         return Want(
             name,
             number,
@@ -133,7 +138,7 @@ class GroupPlan:
     # ---- serving what is in
 
     def _serve(self, want: Want, model: Model, placement: Placement) -> bool:
-        """Let as many requests as can be join the batch, in their order; a smaller one may go before one that has to wait."""
+        """Let as many requests as can be join the batch, in order; a smaller one may go before one that has to wait."""
         if placement.is_suspended:
             return self._resume(want, placement)
         if self._policy.whole and placement.phase is not Phase.RESIDENT:
@@ -150,7 +155,7 @@ class GroupPlan:
             if self._group.pinned and not can_hold(self._group, model, kv):
                 continue  # it has to run elsewhere
             if not self._serve_one(placement, request):
-                self._make_room(want, placement, [max(0, kv - placement.kv.granted)] * self._group.ranks)
+                self._make_room(want, [max(0, kv - placement.kv.granted)] * self._group.ranks)
                 blocked = kv
         return blocked is None
 
@@ -170,7 +175,7 @@ class GroupPlan:
         if self._has(lacking, placement, kv):
             self._state.resume(placement)
             return True
-        return self._make_room(want, placement, lacking)
+        return self._make_room(want, lacking)
 
     # ---- bringing a model in
 
@@ -189,7 +194,7 @@ class GroupPlan:
         else:
             lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
         if not self._has(lacking, placement, kv):
-            return self._make_room(want, placement, lacking)
+            return self._make_room(want, lacking)
         group.next_in = want.model
         placement = state.placement(group, model)
         state.reserve(group, placement, last)
@@ -206,6 +211,44 @@ class GroupPlan:
             return model.waiting[0].kv_frames if model.waiting else 0
         fitting = (r.kv_frames for r in model.waiting if can_hold(self._group, model, r.kv_frames))
         return next(fitting, 0)
+
+    def _prefetch(self) -> None:
+        """The link has nothing to do: bring in ahead what may be wanted soon."""
+        state, group = self._state, self._group
+        group.known = {name: None for name in group.known if name in state.models}
+        candidates, holders = [], []
+        for name in [*group.known, *(name for name in group.placements if name not in group.known)]:
+            placement = group.placements.get(name)
+            if placement is None or placement.phase is Phase.ABSENT:
+                candidates.append(self._holder(Placement(name, group.name, state.models[name].pages, 0)))
+            elif placement.can_page_out(state.now):
+                holder = self._holder(placement)
+                if holder.missing:
+                    candidates.append(holder)
+                if name not in group.pinned:
+                    holders.append(holder)
+        candidates = [c for c in candidates if not c.is_wanted and not state.models[c.model].is_leaving]
+        choice = self._policy.prefetch(candidates, holders, state.now) if candidates else None
+        if choice is None:
+            return
+        if choice.ask_at is not None:
+            state.wake_group(group, choice.ask_at)
+        if choice.model is None:
+            return
+        model, placement = state.models[choice.model], group.placements.get(choice.model)
+        reserved = placement.reserved if placement is not None else 0
+        last = min(model.pages, reserved + state.config.extent_pages)
+        lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
+        if self._has(lacking, None, 0):
+            placement = state.placement(group, model)
+            state.reserve(group, placement, last)
+            state.issue_extents(group, placement)
+            return
+        want = Want(choice.model, 0, state.now, state.now, 1, 0.0, 0.0, 0.0)
+        room = make_room(self._memory(want, lacking), choice.victims)
+        if room.short <= 0:
+            for tail in room.tails:
+                self._take(want, group.placements[tail.model], tail.keep)
 
     # ---- frames
 
@@ -234,7 +277,7 @@ class GroupPlan:
         before = self._claims or [0] * self._group.ranks
         self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
 
-    def _make_room(self, want: Want, placement: Placement | None, lacking: Sequence[int]) -> bool:
+    def _make_room(self, want: Want, lacking: Sequence[int]) -> bool:
         """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
         state, now = self._state, self._state.now
         memory = self._memory(want, lacking)
@@ -254,15 +297,12 @@ class GroupPlan:
             return True
         if now >= want.due:
             self._clear(want, memory, holders, [p for p in others if p.is_busy])
-            self._claim(self._whole_need(want, placement, lacking))
+            self._claim(lacking)
         else:
             worth = self._policy.worth_at(want, holders, now)
             state.wake_group(self._group, want.due if worth is None or worth <= now else min(worth, want.due))
             state.shapes[self._group.mesh].stalled[want.model] = None
         return False
-
-    def _whole_need(self, want: Want, placement: Placement | None, lacking: Sequence[int]) -> Sequence[int]:
-        return lacking
 
     def _take(self, want: Want, victim: Placement, keep: int) -> None:
         state = self._state
@@ -275,6 +315,10 @@ class GroupPlan:
             f"{state.now - victim.used:.2f} s ago.",
         )
         state.page_out(victim, keep)
+        self._group.known.pop(victim.model, None)
+        self._group.known[victim.model] = None
+        if len(self._group.known) > MOST_KNOWN:
+            del self._group.known[next(iter(self._group.known))]
 
     def _is_pinned(self, placement: Placement) -> bool:
         return placement.model in self._group.pinned
@@ -303,7 +347,7 @@ class GroupPlan:
             load=load_seconds(self._state, self._group, model),
             priority=model.spec.priority,
             is_wanted=placement.model in self._group.wanted,
-            is_whole=placement.resident == placement.pages,
+            missing=1.0 - placement.reserved / placement.pages,
             is_copy=any(p.is_committed and p is not placement for p in model.placements.values()),
         )
 
@@ -327,7 +371,7 @@ class GroupPlan:
         began = max(placement.turn_began, placement.whole_at)
         model = state.models[placement.model]
         at = began + max(time_slice, load_seconds(state, self._group, model))
-        if run_seconds(model) < LONG_RUN:
+        if run_seconds(state, model) < LONG_RUN:
             at = max(at, want.due + LONG_RUN)
         if state.now < at:
             state.wake_group(self._group, at)

@@ -19,7 +19,7 @@ RUN_SECONDS = 1.0
 
 
 def measure_extent(state: State, group: Group, model: Model, placement: Placement) -> None:
-    """The oldest extent of a placement is in. The link was its own from when it was asked for, or the one before came in.
+    """The oldest extent of a placement is in. The link was its own since it was asked for, or the one before came in.
 
     A model's own average knows where its pages come from: a frame that holds them already, memory near by, storage.
     """
@@ -35,6 +35,7 @@ def measure_run(state: State, model: Model, placement: Placement, request: Reque
     """From when a request could run to its end."""
     seconds = state.now - max(request.served, placement.whole_at, placement.turn_began)
     model.run_seconds = _mix(model.run_seconds, seconds)
+    state.run_seconds = _mix(state.run_seconds, seconds)
 
 
 def page_seconds(state: State, group: Group, model: Model) -> float:
@@ -56,8 +57,10 @@ def remaining_seconds(state: State, group: Group, model: Model) -> float:
     return missing * page_seconds(state, group, model) if missing else 0.0
 
 
-def run_seconds(model: Model) -> float:
-    return model.run_seconds if model.run_seconds is not None else RUN_SECONDS
+def run_seconds(state: State, model: Model) -> float:
+    """That of all models together, until one of its own requests has ended."""
+    known = model.run_seconds if model.run_seconds is not None else state.run_seconds
+    return known if known is not None else RUN_SECONDS
 
 
 def _mix(average: float | None, latest: float) -> float:

@@ -1,8 +1,7 @@
 """What is to be done now: run once at the end of every step, on what the event touched.
 
-Models first: what they wait for and where (`sites.py`), jobs that are done, pages that are to go. Then the groups on which
-something may have become possible (`group_plan.py`). What nothing touched is not looked at.
-"""
+Models first: what they wait for and where (`sites.py`), jobs that are done, pages that are to go. Then the groups on
+which something may have become possible (`group_plan.py`). What nothing touched is not looked at."""
 
 from __future__ import annotations
 

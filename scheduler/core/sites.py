@@ -1,9 +1,8 @@
 """Where a model is to run: on which groups its demands are met.
 
-It runs wherever all of it is in or coming. A cold model goes to the group where its requests can be expected to be complete
-first. One whose batches are full gets another group when its queue takes longer than bringing it in there, and loses it
-as it loses its pages: a copy is worth half.
-"""
+It runs wherever all of it is in or coming. A cold model goes to the group where its requests can be expected to be
+complete first. One whose batches are full gets another group when its queue takes longer than bringing it in there,
+and loses it as it loses its pages: a copy is worth half."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def _is_saturated(state: State, model: Model, targets: dict[str, None]) -> bool:
 
 def _replica_pays(state: State, model: Model, group: Group, copies: int) -> bool:
     rounds = len(model.waiting) / (state.config.max_running * copies)
-    return rounds * run_seconds(model) > REPLICA_PAYS * completion(state, model, group, 0)
+    return rounds * run_seconds(state, model) > REPLICA_PAYS * completion(state, model, group, 0)
 
 
 def _choose(state: State, model: Model, kv: int, besides: dict[str, None] | None = None) -> Group | None:
@@ -91,7 +90,7 @@ def completion(state: State, model: Model, group: Group, kv: int) -> float:
     short = missing - min(group.ledger.free())
     if short > 0:
         ahead += _room_seconds(state, group, model, short)
-    return ahead + remaining_seconds(state, group, model) + run_seconds(model)
+    return ahead + remaining_seconds(state, group, model) + run_seconds(state, model)
 
 
 def _room_seconds(state: State, group: Group, model: Model, short: int) -> float:
@@ -105,4 +104,4 @@ def _room_seconds(state: State, group: Group, model: Model, short: int) -> float
 
 
 def _rest(state: State, placement: Placement) -> float:
-    return run_seconds(state.models[placement.model])
+    return run_seconds(state, state.models[placement.model])

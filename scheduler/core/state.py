@@ -1,9 +1,8 @@
 """Everything the core knows, and the elementary changes of it.
 
 Each method here changes the state and emits the action that makes the same change outside. When to do so is decided
-in `core.py` (what an event means) and `planner.py` (what is to be done now). A change that may give others something to do
-touches its model or group: the planner looks at what was touched, and at nothing else.
-"""
+in `core.py` (what an event means) and `planner.py` (what is to be done now). A change that may give others something
+to do touches its model or group: the planner looks at what was touched, and at nothing else."""
 
 from __future__ import annotations
 
@@ -36,6 +35,7 @@ class State:
         self.timers = Timers(self._is_true)
         self.wake_at: float | None = None  # the Tick that was asked for
         self.service_seconds = 1.0  # of a request, averaged
+        self.run_seconds: float | None = None  # measured: of a request, from when it could run
         self.actions: list[Action] = []
         self.touched_models: dict[str, None] = {}
         self.touched_groups: dict[str, None] = {}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from scheduler.policy.view import Holder, Want
+from scheduler.policy.view import Holder, Prefetch, Want
 
 
 class Policy(ABC):
@@ -33,6 +33,6 @@ class Policy(ABC):
         """When to ask again for victims that were not given; None: time alone changes nothing."""
         return None
 
-    def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Holder | None:
-        """A model to bring in though nobody waits for it, when the link is idle."""
+    def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Prefetch | None:
+        """What to bring in though nobody waits for it, when the link is idle. `holders` could give pages for it."""
         return None

@@ -1,8 +1,7 @@
 """Computron's policy, as a baseline (arXiv 2306.13835).
 
-The model with the oldest request goes first. If it is absent, the least recently used model that is idle goes out, whole. If
-none can go, nothing at all is done until the next tick of 10 ms. A model runs once all of it is in.
-"""
+The model with the oldest request goes first. If it is absent, the least recently used model that is idle goes out,
+whole. If none can go, nothing at all is done until the next tick of 10 ms. A model runs once all of it is in."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """How soon a model may be used again, told from the gaps between its requests.
 
 The value of keeping a model's pages is the mean of exp(−time until its next request / patience), taken over those of
-its last gaps that are longer than the time since its last request: the next request has not come yet, so it comes after
-one of those. A model that is asked for regularly is worth little right after a request and more and more towards the next
-one; one that comes in bursts is worth most right after one; one that was seen once (a scan) is worth next to nothing.
-"""
+its last gaps that are longer than the time since its last request: the next request has not come yet, so it comes
+after one of those. A model that is asked for regularly is worth little right after a request and more and more
+towards the next one; one that comes in bursts is worth most right after one; one that was seen once (a scan) is worth
+next to nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from math import exp
 
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
+
+DOUBT = 1.0
+"""Gaps that are taken to be endless beside those that are remembered, so that a few of them are not believed."""
 
 
 class History:
@@ -26,7 +29,7 @@ class History:
         self.last: float | None = None
         self._gaps: deque[float] = deque()
         self._sorted: list[float] = []
-        self._tails: tuple[float, list[float]] | None = None  # patience, sums of exp(−gap / patience) from each gap on
+        self._tails: dict[float, list[float]] = {}  # patience, sums of exp(−gap / patience) from each gap on
 
     def arrived(self, now: float) -> None:
         if self.last is None:
@@ -37,7 +40,7 @@ class History:
             insort(self._sorted, gap)
             if len(self._gaps) > GAPS:
                 del self._sorted[bisect_right(self._sorted, self._gaps.popleft()) - 1]
-            self._tails = None
+            self._tails = {}
         self.last = now
 
     def value(self, now: float, patience: float) -> float:
@@ -49,14 +52,14 @@ class History:
         count = len(self._sorted) - begin
         if count == 0:
             return 0.0
-        tails = self._tails
-        if tails is None or tails[0] != patience:
+        tails = self._tails.get(patience)
+        if tails is None:
             sums, total = [0.0] * len(self._sorted), 0.0
             for index in range(len(self._sorted) - 1, -1, -1):
                 total += exp(-self._sorted[index] / patience)
                 sums[index] = total
-            tails = self._tails = patience, sums
-        return min(1.0, exp(min(50.0, elapsed / patience)) * tails[1][begin] / count)
+            tails = self._tails[patience] = sums
+        return min(1.0, exp(min(50.0, elapsed / patience)) * tails[begin] / (count + DOUBT))
 
     def next_use(self, now: float) -> float | None:
         """When the next request may come: at the median of the gaps that are still possible. None: cannot be told."""
@@ -66,3 +69,9 @@ class History:
         if begin == len(self._sorted):
             return None
         return self.last + self._sorted[(begin + len(self._sorted)) // 2]
+
+    def rate(self, now: float) -> float:
+        """Requests a second, lately."""
+        if not self._gaps or self.last is None:
+            return 0.0
+        return len(self._gaps) / max(1e-6, sum(self._gaps) + now - self.last)

@@ -10,7 +10,7 @@ from scheduler.policy.history import History
 
 
 class Want(NamedTuple):
-    """A model that is wanted on a group, for its waiting requests, a load, a pin, or to go on where it was suspended."""
+    """A model that is wanted on a group: for waiting requests, a load, a pin, or to go on where it was suspended."""
 
     model: str
     number: int  # the order of arrival of the oldest that waits
@@ -41,7 +41,7 @@ class Holder:
     load: float = 0.0  # seconds to bring back all that it holds
     priority: int = 0
     is_wanted: bool = False  # something waits for it
-    is_whole: bool = True  # all its pages are in
+    missing: float = 0.0  # the part of it that is not in
     is_copy: bool = False  # it is whole on another group too
 
 
@@ -60,6 +60,14 @@ class Memory:
     incoming: Sequence[frozenset[int]]  # for each rank, the pages of the incoming model
     counts: Sequence[Mapping[int, int]]  # for each rank, how often each page is held
     leaving: Sequence[tuple[Holder, int]]  # page-outs under way, and what they keep
+
+
+class Prefetch(NamedTuple):
+    """Bring in the next extent of `model`, out of free frames and of what `victims` hold; or ask again later."""
+
+    model: str | None
+    victims: Sequence[Holder] = ()
+    ask_at: float | None = None
 
 
 class Room(NamedTuple):

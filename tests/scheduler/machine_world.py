@@ -259,6 +259,7 @@ class World:
             if model in group.slots and group.slots[model].reading:
                 group.extent_failed(model)
                 self.deliver_all()
+                assert not self.waiting(model), f"{model} could not be loaded, and nobody who waits was told"
                 self.arrive(model)
 
     def fail_evict(self, model: str) -> None:

@@ -62,15 +62,15 @@ MUTANTS = [
     ),
     Mutant(
         "pinned models are victims",
-        "scheduler.core.planner",
-        "if self._state.models[placement.model].home == group.name:",
-        "if not self._state.models:",
+        "scheduler.core.group_plan",
+        "if p.can_page_out(now) and not self._is_pinned(p)]",
+        "if p.can_page_out(now)]",
     ),
     Mutant(
         "a model is paged out under running requests",
         "scheduler.core.placement",
-        "return settled and not self.running and",
-        "return settled and",
+        "return settled and idle and not",
+        "return settled and not",
     ),
     Mutant(
         "a model is paged out during its page-in",
@@ -98,9 +98,9 @@ MUTANTS = [
     ),
     Mutant(
         "the grant does not cover the largest request",
-        "scheduler.core.planner",
-        "if demand.kv_frames > placement.kv.granted:",
-        "if demand.kv_frames and not placement.kv.granted:",
+        "scheduler.core.group_plan",
+        "        if lacking > 0:\n            if not",
+        "        if lacking > 0 and not placement.kv.granted:\n            if not",
     ),
     Mutant(
         "a failed request is not forgotten",
@@ -123,9 +123,9 @@ MUTANTS = [
     Mutant(
         "a request that waits again goes to the end of its queue",
         "scheduler.core.state",
-        "        request.group = None\n        insort(",
+        "        request.group = None\n        self.waiting += 1",
         "        request.number = self.next_number() if request.group else request.number\n"
-        "        request.group = None\n        insort(",
+        "        request.group = None\n        self.waiting += 1",
     ),
     Mutant(
         "the pause after a failed load never ends",
@@ -160,36 +160,30 @@ MUTANTS = [
     Mutant(
         "a page-in stops under a running request",
         "scheduler.core.planner",
-        "        if placement.running:\n            return True\n",
-        "",
-    ),
-    Mutant(
-        "a model runs on two groups",
-        "scheduler.core.planner",
-        "busy = self._state.busy(demand.model)",
-        "busy = None",
+        "            unwanted = placement.reserved > placement.issued and not placement.running\n",
+        "            unwanted = placement.reserved > placement.issued\n",
     ),
     Mutant(
         "what an older demand waits for is given away",
-        "scheduler.core.planner",
-        "for claimed, need in zip(claims, lacking, strict=True)]",
-        "for claimed, need in zip(claims, [0] * group.ranks, strict=True)]",
+        "scheduler.core.group_plan",
+        "[claimed + need for claimed, need in zip(before, lacking, strict=True)]",
+        "before",
     ),
     Mutant(
         "the wait bound is forgotten",
-        "scheduler.core.planner",
-        "        if self._state.now >= at:\n            return True\n",
-        "",
+        "scheduler.core.group_plan",
+        "since + max(0.0, bound - load),",
+        "float('inf'),",
     ),
     Mutant(
         "an overdue demand does not hold busy models back",
-        "scheduler.core.planner",
-        "self._held_back |= {(group.name, name) for name in policy.who_must_drain(memory)}",
-        "pass",
+        "scheduler.core.group_plan",
+        "        self._held_back.update(chosen)\n",
+        "",
     ),
     Mutant(
         "KV granted beyond need is never taken back",
-        "scheduler.core.planner",
+        "scheduler.core.group_plan",
         "            self._take_back(surplus, room.short)\n",
         "",
     ),
@@ -202,20 +196,20 @@ MUTANTS = [
     Mutant(
         "a removed model keeps its pages",
         "scheduler.core.planner",
-        "if model.is_leaving and placement.can_page_out",
-        "if model.jobs and model.is_leaving and placement.can_page_out",
+        "            elif not placement.running:\n",
+        "            elif not placement.running and model.jobs:\n",
     ),
     Mutant(
         "a pin is accepted whether it fits or not",
         "scheduler.core.fitting",
-        "groups = [group for group in matching_groups(state, model) if can_hold(state, group, model, MINIMAL_KV)]",
+        "groups = [group for group in matching_groups(state, model) if can_hold(group, model, MINIMAL_KV)]",
         "groups = matching_groups(state, model)",
     ),
     Mutant(
         "nobody is woken for a page-out that is to be tried again",
-        "scheduler.core.planner",
-        "self._wakes.append(placement.out_retry_at)",
-        "pass",
+        "scheduler.core.completions",
+        "    state.wake_model(state.models[event.model], placement.out_retry_at)\n",
+        "",
     ),
 ]
 

@@ -219,13 +219,16 @@ def test_kv_granted_beyond_need_is_taken_back_when_somebody_waits_for_it() -> No
     assert only(desk.answer(said), act.Serve) == [act.Serve("b", "g")]
 
 
-def test_kv_is_not_given_to_a_batch_while_somebody_waits_for_memory() -> None:
-    desk = Desk(g=5)
+def test_kv_that_nobody_else_can_use_is_lent_and_taken_back_when_it_is_due() -> None:
+    desk = Desk(g=6)
     desk.add("A", (1, 2))
-    desk.add("B", (3, 4))
+    desk.add("B", (3, 4, 5))
     desk.answer(desk.arrive("a", "A"))
-    desk.arrive("b", "B")
-    assert desk.send(ev.KvWanted(0.0, "g", "A", 2)) == []
+    desk.arrive("b", "B", kv=2)  # needs five frames, and three are free
+    lent = desk.answer(desk.send(ev.KvWanted(0.0, "g", "A", 4)))
+    assert [grant.frames for grant in only(lent, act.GrantKv)] == [4]
+    desk.answer(desk.at(5.0))
+    assert act.Serve("b", "g") in desk.finish("a")
 
 
 def test_what_fits_is_not_held_up_by_what_does_not() -> None:

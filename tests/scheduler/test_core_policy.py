@@ -1,115 +1,203 @@
-"""Policy: which group, whose tails, who must drain. Pure functions, so each case is a line or two."""
+"""Policy: who first, whose tails, who must drain, what is kept. Pure functions, so each case is short."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from scheduler.policy.oldest_first import choose_site, in_order, make_room, overdue_at, who_must_drain
-from scheduler.policy.view import Demand, Holder, Memory, Site, Tail
+import pytest
+
+from scheduler.policy.computron import Computron
+from scheduler.policy.gswapd import Gswapd
+from scheduler.policy.history import History
+from scheduler.policy.lru import Lru
+from scheduler.policy.tails import make_room, who_must_drain
+from scheduler.policy.view import Holder, Memory, Tail, Want
 
 Shards = tuple[tuple[int, ...], ...]
 
 
-def holder(model: str, *shards: tuple[int, ...], used: float = 0.0, kv: int = 0, pinned: bool = False) -> Holder:
-    return Holder(model, shards, len(shards[0]), kv, used, number=ord(model[0]), pinned=pinned)
+def holder(model: str, *shards: tuple[int, ...], kv: int = 0, pinned: bool = False) -> Holder:
+    return Holder(model, shards, len(shards[0]), kv, 0.0, number=ord(model[0]), pinned=pinned)
 
 
 def memory(
     short: int | Sequence[int],
-    idle: Sequence[Holder] = (),
-    busy: Sequence[Holder] = (),
+    held: Sequence[Holder] = (),
     incoming: Shards | None = None,
     leaving: Sequence[tuple[Holder, int]] = (),
 ) -> Memory:
     """A group on which these holders, and nobody else, hold pages."""
     lacking = [short] if isinstance(short, int) else list(short)
-    holders = [*idle, *busy, *(holder for holder, _ in leaving)]
+    holders = [*held, *(holder for holder, _ in leaving)]
     counts = [Counter(page for h in holders for page in h.shards[rank]) for rank in range(len(lacking))]
     return Memory(
         short=lacking,
         incoming=[frozenset(shard) for shard in incoming] if incoming else [frozenset()] * len(lacking),
         counts=counts,
         leaving=leaving,
-        idle=idle,
-        busy=busy,
     )
 
 
-def test_demands_go_in_the_order_of_their_arrival() -> None:
-    late, early = Demand(2, 0.5, "A", 1), Demand(1, 0.5, "B", 1)
-    assert in_order([late, early]) == [early, late]
+def want(model: str, number: int = 1, due: float = 1e9, queue: int = 1, waited: float = 0.0, load: float = 1.0) -> Want:
+    return Want(model, number, 0.0, due, queue, waited, load, run=0.1)
 
 
-def test_a_demand_is_overdue_when_it_has_waited_for_the_bound() -> None:
-    assert overdue_at(Demand(1, 2.0, "A", 1), wait_bound=5.0) == 7.0
+def seen(*times: float) -> History:
+    history = History()
+    for time in times:
+        history.arrived(time)
+    return history
 
 
-def test_a_model_goes_to_its_home_then_where_room_is_made_then_where_it_is_then_where_most_is_free() -> None:
-    full, empty, partly = Site("full", 0, 1), Site("empty", 0, 9), Site("partly", 2, 1)
-    target, home = Site("target", 0, 0, target=True), Site("home", 0, 0, home=True)
-    assert choose_site([full, empty, partly, target, home]) == home
-    assert choose_site([full, empty, partly, target]) == target
-    assert choose_site([full, empty, partly]) == partly
-    assert choose_site([full, empty]) == empty
+def regular(last: float) -> History:
+    """Asked for every second, up to `last`."""
+    return seen(*(last - 30 + second for second in range(31)))
 
 
-def test_only_as_much_of_the_tail_as_needed_is_taken() -> None:
-    room = make_room(memory(2, idle=[holder("A", (1, 2, 3, 4))]))
-    assert room.tails == (Tail("A", 2),)
-    assert room.short == 0
+def keeps(model: str, history: History, load: float = 0.4, wanted: bool = False, missing: float = 0.0) -> Holder:
+    return Holder(model, ((1,),), 1, 0, 0.0, 1, history=history, load=load, is_wanted=wanted, missing=missing)
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    room = make_room(memory(3, idle=[holder("A", (1, 2), used=9.0), holder("B", (3, 4), used=1.0)]))
-    assert room.tails == (Tail("B", 0), Tail("A", 1))
+# ---- whose tails
+
+
+def test_only_as_much_of_the_tail_as_needed_is_taken_and_the_first_victims_first() -> None:
+    a, b = holder("A", (1, 2, 3, 4)), holder("B", (5, 6))
+    assert make_room(memory(2, [a, b]), [a, b]) == ((Tail("A", 2),), 0)
+    assert make_room(memory(3, [a, b]), [b, a]) == ((Tail("B", 0), Tail("A", 3)), 0)
+
+
+def test_whole_models_go_whole() -> None:
+    a = holder("A", (1, 2, 3, 4))
+    assert make_room(memory(2, [a]), [a], whole=True).tails == (Tail("A", 0),)
 
 
 def test_a_page_that_stays_with_somebody_else_frees_nothing() -> None:
-    sibling = holder("B", (1, 2, 13), kv=1)
-    room = make_room(memory(2, idle=[holder("A", (1, 2, 3))], busy=[sibling]))
-    assert room.short == 1
+    a, sibling = holder("A", (1, 2, 3)), holder("B", (1, 2, 13), kv=1)
+    assert make_room(memory(2, [a, sibling]), [a]).short == 1
 
 
 def test_a_page_that_two_victims_share_is_free_when_both_have_lost_it() -> None:
-    room = make_room(memory(1, idle=[holder("A", (1,)), holder("B", (1,), used=1.0)]))
-    assert room.tails == (Tail("A", 0), Tail("B", 0))
+    a, b = holder("A", (1,)), holder("B", (1,))
+    assert make_room(memory(1, [a, b]), [a, b]).tails == (Tail("A", 0), Tail("B", 0))
 
 
 def test_what_turns_out_to_free_nothing_is_left_alone() -> None:
     """A's only page is shared with a busy model: taking it would be in vain."""
-    busy = holder("C", (1,), kv=1)
-    room = make_room(memory(1, idle=[holder("A", (1,)), holder("B", (2, 3), used=1.0)], busy=[busy]))
-    assert room.tails == (Tail("B", 1),)
+    a, b, busy = holder("A", (1,)), holder("B", (2, 3)), holder("C", (1,), kv=1)
+    assert make_room(memory(1, [a, b, busy]), [a, b]).tails == (Tail("B", 1),)
 
 
 def test_pages_of_the_incoming_model_are_no_gain() -> None:
-    room = make_room(memory(1, idle=[holder("A", (5, 1)), holder("B", (2,), used=1.0)], incoming=((1, 7),)))
-    assert room.tails == (Tail("A", 0),)
-    assert make_room(memory(1, idle=[holder("A", (1,))], incoming=((1, 7),))).short == 1
+    a = holder("A", (5, 1))
+    assert make_room(memory(1, [a], incoming=((1, 7),)), [a]).tails == (Tail("A", 0),)
+    assert make_room(memory(2, [a], incoming=((1, 7),)), [a]).short == 1
 
 
 def test_what_is_leaving_already_is_counted_and_not_taken_twice() -> None:
-    leaving = holder("A", (1, 2, 3))
-    room = make_room(memory(2, idle=[holder("B", (4, 5))], leaving=[(leaving, 1)]))
-    assert room.tails == ()
-    assert room.short == 0
+    leaving, b = holder("A", (1, 2, 3)), holder("B", (4, 5))
+    assert make_room(memory(2, [b], leaving=[(leaving, 1)]), [b]) == ((), 0)
 
 
 def test_every_rank_must_have_enough() -> None:
     """Rank 1 shares all but one page with a busy model, so more of the tail has to go than rank 0 needs."""
     victim = holder("A", (1, 2, 3), (11, 12, 13))
     busy = holder("B", (4, 5), (12, 13), kv=1)
-    assert make_room(memory([1, 1], idle=[victim], busy=[busy])).tails == (Tail("A", 0),)
+    assert make_room(memory([1, 1], [victim, busy]), [victim]).tails == (Tail("A", 0),)
 
 
 def test_busy_models_drain_in_the_order_in_which_they_came_and_no_more_than_needed() -> None:
-    first, second = holder("A", (1, 2), kv=1, used=9.0), holder("B", (3, 4), kv=1, used=1.0)
-    assert who_must_drain(memory(3, busy=[second, first])) == ["A"]
-    assert who_must_drain(memory(4, busy=[second, first])) == ["A", "B"]
+    first, second = holder("A", (1, 2), kv=1), holder("B", (3, 4), kv=1)
+    held = memory(3, [second, first])
+    assert who_must_drain(held, [], [second, first]) == ["A"]
+    assert who_must_drain(memory(4, [second, first]), [], [second, first]) == ["A", "B"]
 
 
 def test_a_pinned_model_drains_last_and_gives_only_its_kv() -> None:
     pinned, other = holder("A", (1, 2), kv=2, pinned=True), holder("B", (3,), kv=1)
-    assert who_must_drain(memory(2, busy=[pinned, other])) == ["B"]
-    assert who_must_drain(memory(4, busy=[pinned, other])) == ["B", "A"]
+    assert who_must_drain(memory(2, [pinned, other]), [], [pinned, other]) == ["B"]
+    assert who_must_drain(memory(4, [pinned, other]), [], [pinned, other]) == ["B", "A"]
+
+
+# ---- who first
+
+
+def test_the_baselines_go_by_arrival_and_last_use() -> None:
+    old = Holder("A", ((1,),), 1, 0, used=1.0, number=2)
+    new = Holder("B", ((2,),), 1, 0, used=2.0, number=1)
+    for policy in (Lru(), Computron()):
+        assert [w.model for w in policy.order([want("X", number=2), want("Y", number=1)], 0.0)] == ["Y", "X"]
+        assert policy.victims(want("X"), [new, old], 0.0) == [old, new]
+
+
+def test_most_requests_a_second_of_loading_and_running_go_first() -> None:
+    many, near, far = want("many", queue=6), want("near", load=0.1), want("far")
+    assert [w.model for w in Gswapd().order([far, near, many], 0.0)] == ["many", "near", "far"]
+
+
+def test_who_has_waited_past_its_bound_goes_before_all_others_the_longest_overdue_first() -> None:
+    hot, late, later = want("hot", queue=60, load=0.01), want("late", due=3.0), want("later", due=2.0)
+    assert [w.model for w in Gswapd().order([hot, late, later], 4.0)] == ["later", "late", "hot"]
+    assert Gswapd().order([hot, late], 1.0)[0] is hot
+
+
+def test_priority_goes_before_gain_and_a_bound_before_priority() -> None:
+    dear, many, late = want("dear")._replace(priority=1), want("many", queue=9), want("late", due=3.0)
+    assert [w.model for w in Gswapd().order([many, dear, late], 4.0)] == ["late", "dear", "many"]
+
+
+def test_an_objective_that_is_about_to_be_missed_goes_first_and_one_that_is_missed_does_not() -> None:
+    tight, many, missed = want("tight")._replace(slack=0.5), want("many", queue=9), want("missed")._replace(slack=-0.1)
+    assert [w.model for w in Gswapd().order([many, missed, tight], 0.0)] == ["tight", "many", "missed"]
+
+
+def test_the_link_does_not_turn_in_the_middle_of_a_page_in_for_a_little_more() -> None:
+    begun, other = want("begun")._replace(is_next=True), want("other", load=0.8)
+    assert Gswapd().order([other, begun], 0.0)[0] is begun
+
+
+# ---- what is kept
+
+
+def test_a_model_that_is_asked_for_regularly_is_worth_more_towards_its_next_request() -> None:
+    history = regular(100.0)
+    assert history.value(100.1, 1.0) < history.value(100.9, 1.0)
+    assert history.next_use(100.1) == pytest.approx(101.0)
+
+
+def test_a_model_that_comes_in_bursts_is_worth_most_within_one() -> None:
+    bursts = seen(*(burst + step / 100 for burst in (0, 20, 40) for step in range(10)))
+    assert bursts.value(40.1, 1.0) > 5 * bursts.value(43.0, 1.0)
+
+
+def test_a_scan_flushes_nothing() -> None:
+    """Row 24. What was seen once goes before what is asked for regularly, however recent."""
+    hot, scanned = keeps("hot", regular(99.5)), keeps("scanned", seen(99.9))
+    assert Gswapd().victims(want("new", waited=9.0), [hot, scanned], 100.0)[0] is scanned
+
+
+def test_what_is_needed_soon_is_displaced_when_those_who_wait_have_waited_for_what_it_costs() -> None:
+    soon = keeps("soon", regular(99.1))
+    assert Gswapd().victims(want("new"), [soon], 100.0) == []
+    at = Gswapd().worth_at(want("new"), [soon], 100.0)
+    assert at is not None
+    assert 100.0 < at < 101.0
+    assert Gswapd().victims(want("new", waited=1.0), [soon], 100.0) == [soon]
+
+
+def test_a_complete_model_with_a_queue_is_taken_only_for_one_past_its_bound() -> None:
+    wanted = keeps("wanted", regular(99.0), wanted=True)
+    assert Gswapd().victims(want("new", due=9.0, waited=99.0), [wanted], 8.0) == []
+    assert Gswapd().victims(want("new", due=9.0, waited=99.0), [wanted], 9.0) == [wanted]
+
+
+def test_an_idle_link_brings_in_what_is_expected_soon_for_what_is_not() -> None:
+    soon, later = keeps("soon", regular(99.2), missing=1.0), keeps("later", regular(100.0))
+    choice = Gswapd().prefetch([soon], [later], 100.0)
+    assert choice is not None
+    assert (choice.model, [victim.model for victim in choice.victims]) == ("soon", ["later"])
+    early = Gswapd().prefetch([keeps("soon", regular(99.9), missing=1.0)], [later], 100.0)
+    assert early is not None
+    assert early.model is None
+    assert early.ask_at == pytest.approx(100.3)  # 1.5 loads before it is expected

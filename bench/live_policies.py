@@ -1,10 +1,11 @@
 """Policies on the real daemon: three siblings of SmolLM2 on a CPU, of which two fit; and does the simulator foresee it?
 
-    python -m bench.live_policies [--seconds 120] [--rate 1]
+    python -m bench.live_policies [--seconds 180]
 
 The siblings share their first layers, and each has the rest for itself; memory holds what is shared, two of the three
 rests, and room for keys and values. Requests are one forward pass each (`max_tokens=1`), with gamma arrivals of CV
-0.25, the same for every policy. Reads are bounded (`storage.max_bytes_per_second`) so that a whole swap takes seven
+0.25, the same for every policy, and as frequent, in passes, as in Computron's first setting (1 a second of each model,
+where a pass takes 0.057 s). Reads are bounded (`storage.max_bytes_per_second`) so that a whole swap takes seven
 times as long as a pass. Policies run one after another, each on a daemon of its own: (a) Computron's and (b) least
 recently used are the baselines. Latencies are the client's.
 
@@ -26,6 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from bench.policies import EXECUTE
 from bench.report import Bar, report
 from scheduler.core.core import SchedulerCore
 from scheduler.simulate.measured import measure
@@ -112,8 +114,8 @@ def moved(url: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'source="alias"' not in line)
 
 
-def live(directory: Path, frames: int, rate: int, policy: str, workload: Workload) -> dict[str, Any]:
-    journal = directory / f"{policy}.journal"
+def live(directory: Path, frames: int, rate: int, policy: str, workload: Workload, journals: Path) -> dict[str, Any]:
+    journal = journals / f"{policy}.journal"
     scheduler = {"policy": policy, "journal": str(journal)}
     more = {"scheduler": scheduler, "storage": {"max_bytes_per_second": rate}}
     with daemon(directory, frames, **more) as process:
@@ -135,21 +137,21 @@ def foreseen(journal: Path) -> dict[str, tuple[float, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second of each model")
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--rate", type=float, default=EXECUTE, help="requests of each model in the time of a pass")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--keep", type=Path, help="where journals are kept")
     options = parser.parse_args()
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        directory = options.keep or Path(scratch)
-        frames, own = add_siblings(Store(directory / "store"), Path(scratch))
+        directory = Path(scratch)
+        frames, own = add_siblings(Store(directory / "store"), directory)
         execution = pass_seconds(directory, frames)
         rate = int(own * PAGE / (SWAP_IN_PASSES * execution))
         print(f"a pass takes {execution * 1e3:.1f} ms; a swap of {own} pages at {rate / 1e6:.0f} MB/s seven times that")
-        workload = gamma(dict.fromkeys(MODELS, options.rate), CV, options.seconds + WARM_UP, seed=1)
+        workload = gamma(dict.fromkeys(MODELS, options.rate / execution), CV, options.seconds + WARM_UP, seed=1)
         for policy in options.policies.split(","):
-            runs[policy] = run = live(directory, frames, rate, policy, workload)
+            runs[policy] = run = live(directory, frames, rate, policy, workload, options.keep or directory)
             mean, p99 = np.mean(run["latencies"]), np.percentile(run["latencies"], 99)
             line = f"{policy:<10} mean {mean:.3f} s, p99 {p99:.3f} s, {run['bytes'] / 1e9:.1f} GB"
             for name, (measured, predicted) in run["foreseen"].items():
@@ -172,7 +174,7 @@ def main() -> int:
     details = {
         "pass_seconds": execution,
         "max_bytes_per_second": rate,
-        "rate": options.rate,
+        "rate": options.rate / execution,
         "seconds": options.seconds,
         "bytes": {policy: run["bytes"] for policy, run in runs.items()},
         "measured and foreseen": {policy: run["foreseen"] for policy, run in runs.items()},

@@ -178,9 +178,22 @@ def _model(
 
 def _service(requests: Sequence[_Request]) -> tuple[float, float]:
     """Seconds of a pass, and of each token in it."""
-    computing = np.array([r.computing or 0.0 for r in requests])
-    work = np.array([(r.output, r.prompt + r.output - 1) for r in requests], np.float64)
+    passes, tokens, seconds = zip(*_work(requests), strict=True)
+    work, computing = np.array([passes, tokens], np.float64).T, np.array(seconds)
     (by_pass, by_token), *_ = np.linalg.lstsq(work, computing, rcond=None)
-    if by_pass <= 0 or by_token < 0 or len({r.prompt for r in requests}) < 4:
+    if by_pass <= 0 or by_token < 0:
         return float(computing.sum() / work[:, 0].sum()), 0.0
     return float(by_pass), float(by_token)
+
+
+def _work(requests: Sequence[_Request]) -> list[tuple[int, int, float]]:
+    """Passes, tokens in them, and seconds. Requests of one pass that took the same time shared it."""
+    shared: dict[float, int] = {}
+    work = []
+    for request in requests:
+        seconds = request.computing or 0.0
+        if request.output == 1:
+            shared[seconds] = shared.get(seconds, 0) + request.prompt
+        else:
+            work.append((request.output, request.prompt + request.output - 1, seconds))
+    return work + [(1, tokens, seconds) for seconds, tokens in shared.items()]

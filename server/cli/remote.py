@@ -1,7 +1,8 @@
-"""Commands that talk to a serving daemon through its admin endpoints: ps, load, evict, pin, unpin."""
+"""Commands that talk to a serving daemon through its admin endpoints: ps, why, load, evict, pin, unpin."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -165,6 +166,21 @@ def unpin(model: Name, url: Url = DEFAULT_URL, admin_key: AdminKey = "") -> None
     _act("unpin", model, url, admin_key)
 
 
+def why(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Name or alias. Default: all models.")] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = "",
+) -> None:
+    """Tell why a model waits, was evicted or was refused: the scheduler's last decisions, newest last."""
+    asked = {} if model is None else {"model": model}
+    decisions = call("GET", url, "/admin/decisions", admin_key, **asked)["decisions"]
+    for one in reversed(decisions):
+        at = datetime.fromtimestamp(one["at"]).strftime("%H:%M:%S.%f")[:-3]
+        print(f"{at}  {one['model']}: {one['message']}")
+    if not decisions:
+        print("Nothing was decided yet.")
+
+
 def register(app: typer.Typer) -> None:
-    for command in (ps, load, evict, pin, unpin):
+    for command in (ps, why, load, evict, pin, unpin):
         app.command(rich_help_panel="A running daemon")(command)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from scheduler.interface import LoadRecord
+from scheduler.interface import LoadRecord, ModelDecision
+from server.cli import app
 from swapper.errors import Refused
 from swapper.pager import SourceBytes
 from tests.server.conftest import ServerThread
@@ -164,3 +167,20 @@ def test_a_draining_server_is_not_ready(server: ServerThread, http: httpx.Client
         assert http.get("/readyz").status_code == 503
     finally:
         server.service.draining = False
+
+
+def test_the_command_line_tells_why(server: ServerThread) -> None:
+    at = datetime(2026, 1, 2, 3, 4, 5, 678_000).timestamp()
+    server.scheduler.decided += [
+        ModelDecision("smol", at + 1, "waiting", "Waits for 3 frames that tuned holds."),
+        ModelDecision("smol", at, "evicted", "Gave 3 frames to tuned."),
+    ]
+
+    def told(model: str) -> list[str]:
+        return CliRunner().invoke(app, ["why", model, "--url", server.url]).output.splitlines()
+
+    assert told("tiny") == [
+        "03:04:05.678  smol: Gave 3 frames to tuned.",
+        "03:04:06.678  smol: Waits for 3 frames that tuned holds.",
+    ]
+    assert told("tuned") == ["Nothing was decided yet."]

@@ -1,0 +1,153 @@
+"""What a decision costs: the core's time an event, by the number of groups and models, and a million requests.
+
+    python -m bench.core_cost
+
+Each size is simulated under a load that keeps links and processors busy (two of five models fit on a group), once it
+has run warm. Only `SchedulerCore.step` is timed, except for the million, which is the simulator's time as a whole.
+The figures are also drawn: `bench/results/core_cost.svg`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.policies import EXECUTE, PAGE_BYTES, PAGES, SWAP_IN
+from bench.report import RESULTS, Bar, report
+from scheduler.core import actions, events
+from scheduler.core.config import CoreConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.events import ModelSpec
+from scheduler.simulate.hardware import GroupSpec, SimulatedModel
+from scheduler.simulate.simulator import Simulator
+from scheduler.simulate.workload import gamma
+
+MODELS_A_GROUP = 5
+FITTING = 2
+RATE = 3.0  # requests a second of a group's models together
+GROWING_GROUPS = (1, 10, 100, 1000)  # with five models each
+GROWING_MODELS = (50, 500, 5000)  # on ten groups
+LARGEST = (1000, 5000)
+MILLION = (20, 100)  # groups and models of the million requests
+
+
+@dataclass
+class TimedCore:
+    core: SchedulerCore
+    seconds: float = 0.0
+    events: int = 0
+
+    def step(self, event: events.Event) -> Sequence[actions.Action]:
+        began = time.perf_counter()
+        taken = self.core.step(event)
+        self.seconds += time.perf_counter() - began
+        self.events += 1
+        return taken
+
+
+def simulator(groups: int, models: int) -> tuple[Simulator, TimedCore, Mapping[str, float]]:
+    core = TimedCore(
+        SchedulerCore(
+            CoreConfig(PAGE_BYTES, max_queue=1 << 30, max_queue_total=1 << 30, max_running=32, extent_pages=1)
+        )
+    )
+    specs = [GroupSpec(f"g{n}", FITTING * PAGES, PAGE_BYTES, PAGE_BYTES * PAGES / SWAP_IN) for n in range(groups)]
+    known = [
+        SimulatedModel(
+            ModelSpec(
+                f"m{n}",
+                (tuple(range(n * PAGES, (n + 1) * PAGES)),),
+                page_seconds=SWAP_IN / PAGES,
+                run_seconds=EXECUTE,
+            ),
+            EXECUTE,
+        )
+        for n in range(models)
+    ]
+    # However many models there are, groups have as much to do.
+    rates = dict.fromkeys((model.spec.name for model in known), RATE * groups / models)
+    return Simulator(core, specs, known, timeout=1e6), core, rates
+
+
+def event_cost(groups: int, models: int, requests: int) -> float:
+    """Microseconds of the core an event, once it has run warm."""
+    simulated, core, rates = simulator(groups, models)
+    seconds = requests / (RATE * groups)
+    simulated.run(gamma(rates, 1.0, seconds / 4, seed=1))
+    core.seconds, core.events = 0.0, 0
+    began = simulated.now
+    workload = gamma(rates, 1.0, seconds, seed=2)
+    workload.at[:] += began
+    simulated.run(workload)
+    cost = 1e6 * core.seconds / core.events
+    print(f"{groups:5} groups, {models:5} models: {cost:7.1f} µs an event, {core.events:,} events", flush=True)
+    return cost
+
+
+def many_requests(count: int) -> float:
+    """Seconds that it takes to simulate a million, from so many."""
+    groups, models = MILLION
+    simulated, _, rates = simulator(groups, models)
+    workload = gamma(rates, 1.0, count / (RATE * groups), seed=3)
+    began = time.perf_counter()
+    simulated.run(workload)
+    took = (time.perf_counter() - began) * 1e6 / len(workload)
+    print(f"a million requests: {took:.0f} s (from {len(workload):,})", flush=True)
+    return took
+
+
+def drawing(curves: Mapping[str, Mapping[int, float]]) -> str:
+    """Cost over size, which runs on a logarithmic scale: what grows with the logarithm is a straight line."""
+    width, height, margin = 640, 360, 50
+    top = 1.15 * max(cost for curve in curves.values() for cost in curve.values())
+    most = math.log10(max(size for curve in curves.values() for size in curve))
+
+    def place(size: float, cost: float) -> str:
+        x = margin + (width - 2 * margin) * math.log10(size) / most
+        return f"{x:.1f},{height - margin - (height - 2 * margin) * cost / top:.1f}"
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts.append('<rect width="100%" height="100%" fill="white"/>')
+    for tick in range(5):
+        cost = top * tick / 4
+        left, right = place(1, cost), place(10**most, cost)
+        parts.append(f'<polyline points="{left} {right}" stroke="#ddd" fill="none"/>')
+        x, y = left.split(",")
+        parts.append(f'<text x="{float(x) - 6}" y="{float(y) + 4}" font-size="11" text-anchor="end">{cost:.0f}</text>')
+    for exponent in range(math.floor(most) + 1):
+        x, y = place(10**exponent, 0).split(",")
+        parts.append(f'<text x="{x}" y="{float(y) + 18}" font-size="11" text-anchor="middle">{10**exponent}</text>')
+    for (name, curve), colour in zip(curves.items(), ("#4477aa", "#ee6677"), strict=True):
+        points = " ".join(place(size, cost) for size, cost in curve.items())
+        parts.append(f'<polyline points="{points}" stroke="{colour}" stroke-width="2" fill="none"/>')
+        x, y = points.split(" ")[-1].split(",")
+        parts.append(f'<text x="{x}" y="{float(y) - 8}" font-size="12" fill="{colour}" text-anchor="end">{name}</text>')
+    parts.append(f'<text x="{margin}" y="24" font-size="14">microseconds of the core an event</text></svg>')
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, default=30_000, help="of each size")
+    parser.add_argument("--million", type=int, default=1_000_000, help="requests of the long run")
+    options = parser.parse_args()
+    groups = {n: event_cost(n, n * MODELS_A_GROUP, options.requests) for n in GROWING_GROUPS}
+    models = {n: event_cost(10, n, options.requests) for n in GROWING_MODELS}
+    million = many_requests(options.million)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "core_cost.svg").write_text(drawing({"groups, five models each": groups, "models, ten groups": models}))
+    bars = [
+        Bar(f"core, an event, {LARGEST[0]} groups and {LARGEST[1]} models", groups[LARGEST[0]], 12.0, "us"),
+        Bar("a million requests simulated", million, 90.0, "s"),
+        Bar("growth from 10 to 1000 groups", groups[1000] / groups[10], math.log(1000) / math.log(10), "ratio"),
+        Bar("growth from 50 to 5000 models", models[5000] / models[50], math.log(5000) / math.log(50), "ratio"),
+    ]
+    return report("core_cost", bars, {}, {"by groups, us": groups, "by models, us": models})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import NAME, current_pass
 from engine.kv_cache import KvLayerShape
@@ -120,19 +120,39 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model's module on the meta device, with our attention. Raises UnsupportedModel where that cannot be had."""
+    return _build(AutoModelForCausalLM, config, dtype)
+
+
+def _build(auto: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _building, torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
+            module: PreTrainedModel = auto.from_config(
                 config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
             )
     except MODEL_ERRORS as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise UnsupportedModel(f"{config.model_type} models have an attention that cannot be replaced.") from error
-        raise UnsupportedModel(f"transformers cannot build a causal {config.model_type} model: {error!r}") from error
+        raise UnsupportedModel(f"transformers cannot build a {config.model_type} model: {error!r}") from error
     for part in module.modules():
         if isinstance(part, PreTrainedModel):  # else some models search every input for padding
             part.warn_if_padding_and_no_attention_mask = _no_padding
     return module.eval()
+
+
+def build_encoder(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The same of a model that turns texts into hidden states. Raises UnsupportedModel."""
+    module = _build(AutoModel, config, dtype)
+    if getattr(module, "pooler", None) is not None:
+        module.pooler = None  # a head of its own, which embeddings are not made with
+    return module
+
+
+def position_offset(module: PreTrainedModel) -> int:
+    """The position of a text's first token: RoBERTa and its kin count from behind their padding token."""
+    for part in module.modules():
+        if hasattr(part, "create_position_ids_from_input_ids"):
+            return int(part.padding_idx) + 1
+    return 0
 
 
 def _no_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
@@ -199,12 +219,15 @@ def layer_kind(layer: torch.nn.Module) -> tuple[object, ...]:
     return tuple(kind)
 
 
-def trace(module: PreTrainedModel) -> Architecture:
-    """Run a module that is on the meta device, and say what happened. Of layers of one kind only the first computes."""
+def trace(module: PreTrainedModel, *, encodes: bool = False) -> Architecture:
+    """Run a module that is on the meta device, and say what happened. Of layers of one kind only the first computes.
+
+    Raises UnsupportedModel, also if it does not go left to right, or, of one that `encodes`, if it does.
+    """
     list_path, layers = decoder_layers(module)
     paths = tuple(f"{list_path}.{index}" for index in range(len(layers)))
     owners = _tensor_owners(module, paths)
-    observer = _Observer(gate=lambda nbytes: None)
+    observer = _Observer(gate=lambda nbytes: None, encodes=encodes)
     with ExitStack() as stack:
         _repeat_kinds(layers, observer, stack)
         for path in dict.fromkeys(path for aliases in owners for _, path in aliases):
@@ -217,7 +240,7 @@ def trace(module: PreTrainedModel) -> Architecture:
         row = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
             with torch.no_grad():
-                module(input_ids=row, position_ids=row, use_cache=False)
+                module(input_ids=row, position_ids=row, **({} if encodes else {"use_cache": False}))
         except MODEL_ERRORS as error:
             raise UnsupportedModel(
                 f"A forward pass of {type(module).__name__} cannot be followed without weights: {error!r}"
@@ -278,6 +301,7 @@ class _Observer:
     """A pass that computes nothing and takes notes."""
 
     gate: Any
+    encodes: bool
     order: dict[str, int] = field(default_factory=dict)
     layers: dict[int, KvLayerShape] = field(default_factory=dict)
     first_output: Any = None  # of the first layer
@@ -297,10 +321,16 @@ class _Observer:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         index = getattr(module, "layer_idx", None)
-        if getattr(module, "is_causal", True) is False:
+        looks_ahead = getattr(module, "is_causal", True) is False
+        if looks_ahead and not self.encodes:
             raise UnsupportedModel(
-                f"{type(module).__name__} looks ahead: only models that go left to right are supported."
+                f"{type(module).__name__} looks ahead: only models that go left to right are supported, and encoders "
+                "that come with the modules.json of sentence-transformers."
             )
+        if self.encodes and (not looks_ahead or window is not None):
+            raise UnsupportedModel(f"{type(module).__name__} does not see all of a text, as an encoder should.")
+        if self.encodes and index is None:  # nothing is kept of a layer, so some do not say which they are
+            index = len(self.layers)
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModel(f"{type(module).__name__} is not the only attention of a numbered layer.")
         if not query.dtype == key.dtype == value.dtype:

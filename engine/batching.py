@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
+import torch
+
 from engine.batch import SequenceSlice, StepBatch
 from engine.blocks import BlockManager
 from engine.grammar import GrammarError, Grammars
@@ -40,7 +42,7 @@ from engine.request import (
     TokenLogprob,
     Tokens,
 )
-from engine.sampling import Sampled, SamplingRow
+from engine.sampling import Choice, Sampled, SamplingRow
 from engine.sequence import Sequence
 from swapper.geometry import kv_blocks
 
@@ -74,8 +76,11 @@ class Step:
         """Whether a request takes part whose client waits for its first token."""
         return any(not chunk.sequence.is_answered for chunk in self.chunks)
 
+    def choose(self, logits: torch.Tensor) -> Choice:
+        """The next tokens, when the pass has been launched. `logits` may be written to."""
+        return Choice(logits, self.rows())
+
     def rows(self) -> list[SamplingRow]:
-        """To be asked for when the pass is launched."""
         rows = [
             SamplingRow(s.request.sampling, len(s.tokens) + self.ahead, s.tokens, s.answer_counts, s.mask())
             for s in self.sampled

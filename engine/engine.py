@@ -16,10 +16,11 @@ from functools import partial
 
 from engine.batching import Batcher
 from engine.blocks import BlockManager
+from engine.encoder_batching import EncoderBatcher
 from engine.kv_keeper import HostRoom, KvKeeper
 from engine.model import ModelRunnerProtocol
-from engine.request import EngineReport, GenerationRequest, RequestFailed
-from engine.runner import ModelRunner
+from engine.request import EngineReport, Request, RequestFailed
+from engine.runner import AnyBatcher, ModelRunner
 from engine.turn import Turn
 from swapper.errors import WorkerError
 from swapper.frames import FramePool
@@ -64,25 +65,40 @@ class Engine:
         with self._lock:
             if model.name in self._models:
                 raise ValueError(f"The engine has a model {model.name} already.")
-            blocks = BlockManager(
-                self._pool, model.kv_bytes_per_token, kv_blocks(model.context_length) * self._max_batch_sequences
-            )
-            batcher = Batcher(
-                model.name,
-                blocks,
-                vocab_size=model.vocab_size,
-                context_length=model.context_length,
-                max_batch_tokens=self._max_batch_tokens,
-                max_batch_sequences=self._max_batch_sequences,
-                ended=self._forget,
-                clock=time.perf_counter,
-                grammars=model.grammars,
-                keeper=KvKeeper(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token, self._host_room),
-            )
+            encodes = not model.kv_bytes_per_token
+            # An encoder's region is never mapped.
+            max_blocks = 1 if encodes else kv_blocks(model.context_length) * self._max_batch_sequences
+            blocks = BlockManager(self._pool, model.kv_bytes_per_token or 1, max_blocks)
+            batcher: AnyBatcher = self._encoder_batcher(model) if encodes else self._batcher(model, blocks)
             runner = ModelRunner(model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads)
             self._models[model.name] = runner
             for region in (blocks.region, shard.region):
                 self._pool.guard(region, runner.settle)
+
+    def _batcher(self, model: ModelRunnerProtocol, blocks: BlockManager) -> Batcher:
+        return Batcher(
+            model.name,
+            blocks,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            max_batch_tokens=self._max_batch_tokens,
+            max_batch_sequences=self._max_batch_sequences,
+            ended=self._forget,
+            clock=time.perf_counter,
+            grammars=model.grammars,
+            keeper=KvKeeper(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token, self._host_room),
+        )
+
+    def _encoder_batcher(self, model: ModelRunnerProtocol) -> EncoderBatcher:
+        return EncoderBatcher(
+            model.name,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            max_batch_tokens=self._max_batch_tokens,
+            max_batch_sequences=self._max_batch_sequences,
+            ended=self._forget,
+            clock=time.perf_counter,
+        )
 
     def remove(self, name: str, timeout: float = PASS_TIMEOUT) -> None:
         """Forget a model, its sequences without a word, and give its KV memory back. Raises KeyError, TimeoutError."""
@@ -92,7 +108,7 @@ class Engine:
             del self._models[name]
             self._steps_of_removed += runner.steps
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Run a request. With an `answer`, it goes on behind it. Raises ValueError if one of that id is running."""
         with self._lock:
             runner = self._models.get(request.model)

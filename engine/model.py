@@ -127,19 +127,11 @@ class BoundModel:
                 f"{image.path} was packed for {kv.bytes_per_token} bytes of keys and values a token, but this "
                 f"version of transformers makes {kv.used_bytes_per_token}. Add the model again."
             )
-        data = region_bytes(shard.region)
         stage = None
         if mesh is not None and mesh.rank.pp > 1:
-            stage = Stage(mesh, architecture.hidden_width, kv.dtype, data.device)
+            stage = Stage(mesh, architecture.hidden_width, kv.dtype, torch.device(shard.region.device))
             stage.keep(module, architecture, own)
-        _fill_own_buffers(module, data.device)
-        if data.device.type == "cuda":  # passes run on another stream
-            torch.cuda.current_stream(data.device).synchronize()
-        freeze_rope(module)
-        _bind_tensors(module, data, shard.shard, manifest.model)
-        for extent in shard.shard.layers:
-            _gate_before(module.get_submodule(extent.name), extent.end)
-        return BoundModel(shard, image, module.requires_grad_(False), kv, stage)
+        return BoundModel(shard, image, bind_weights(module, image, shard), kv, stage)
 
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)
@@ -198,6 +190,19 @@ class BoundModel:
         fuse(self._module)
         end = max((extent.end for extent in self.weights.shard.layers), default=0)
         return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end, self.context_length)
+
+
+def bind_weights(module: PreTrainedModel, image: Image, shard: WeightRegion) -> PreTrainedModel:
+    """Give a module on the meta device its weights, with a gate before each layer. Raises CorruptImage."""
+    data = region_bytes(shard.region)
+    _fill_own_buffers(module, data.device)
+    if data.device.type == "cuda":  # passes run on another stream
+        torch.cuda.current_stream(data.device).synchronize()
+    freeze_rope(module)
+    _bind_tensors(module, data, shard.shard, image.manifest.model)
+    for extent in shard.shard.layers:
+        _gate_before(module.get_submodule(extent.name), extent.end)
+    return module.requires_grad_(False)
 
 
 def _fill_own_buffers(module: PreTrainedModel, device: torch.device) -> None:

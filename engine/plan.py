@@ -24,13 +24,25 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine.architecture import DTYPES, MODEL_ERRORS, Architecture, build, context_length, read_config, trace
+from engine.architecture import (
+    DTYPES,
+    MODEL_ERRORS,
+    Architecture,
+    build,
+    build_encoder,
+    context_length,
+    position_offset,
+    read_config,
+    trace,
+)
 from engine.kv_cache import KvLayout
 from engine.mesh import MeshRank
 from engine.partition import Cut, OnMeta, cut_module
+from engine.pooling import read_embedding
 from engine.stages import stage_spans
 from swapper.checkpoint import Checkpoint
 from swapper.errors import SourceError
+from swapper.image import Embedding
 from swapper.packer import PackPlan, PlannedTensor
 
 _LEGACY_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
@@ -45,6 +57,9 @@ def pack_plan(checkpoint: Checkpoint, dtype: str | None = None, tp: int = 1, pp:
     """
     config = read_config(checkpoint.path)
     name = _choose_dtype(checkpoint, dtype or config.get_text_config().dtype or config.dtype)
+    embedding = read_embedding(checkpoint.path)
+    if embedding is not None:
+        return _encoder_plan(checkpoint, config, name, embedding, tp * pp)
     module = build(config, DTYPES[name])
     architecture = trace(module)
     tensors = _plan_tensors(checkpoint, module, architecture, DTYPES[name])
@@ -62,6 +77,26 @@ def pack_plan(checkpoint: Checkpoint, dtype: str | None = None, tp: int = 1, pp:
             KvLayout(part.architecture.kv_of(span), DTYPES[name]).bytes_per_token for span in spans for part in parts
         ),
         ranks=tuple(part.tensors(span, whole) for span in spans for part in parts),
+    )
+
+
+def _encoder_plan(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: str, embedding: Embedding, ranks: int
+) -> PackPlan:
+    if ranks > 1:
+        raise SourceError("Encoders are packed for one GPU. Use --tp 1 --pp 1.")
+    module = build_encoder(config, DTYPES[dtype])
+    length = context_length(config) - position_offset(module)
+    tensors = _plan_tensors(checkpoint, module, trace(module, encodes=True), DTYPES[dtype])
+    return PackPlan(
+        architecture=type(module).__name__,
+        dtype=dtype,
+        tp=1,
+        pp=1,
+        context_length=min(length, embedding.max_tokens or length),
+        kv_bytes_per_token=0,
+        ranks=(tensors,),
+        embedding=embedding,
     )
 
 
@@ -210,7 +245,8 @@ def _refuse_unexpected(checkpoint: Checkpoint, module: PreTrainedModel, unexpect
 
     Passed over are those the model's class calls superfluous, and buffers, which models fill by themselves.
     """
-    superfluous = [*(module._keys_to_ignore_on_load_unexpected or ()), *_LEGACY_BUFFERS]
+    superfluous = [r"(^|\.)pooler\."] if getattr(module, "pooler", module) is None else []
+    superfluous += [*(module._keys_to_ignore_on_load_unexpected or ()), *_LEGACY_BUFFERS]
     pattern = re.compile("|".join(f"(?:{text})" for text in superfluous))
     buffers = {name for name, _ in module.named_buffers()}
     left = [name for name, target in unexpected.items() if target not in buffers and not pattern.search(name)]

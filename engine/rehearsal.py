@@ -64,6 +64,8 @@ class Rehearsals:
             logger.warning("The model at %s could not be rehearsed: %s", path, error)
 
     def _rehearse(self, image: Image) -> None:
+        if image.manifest.embedding is not None:
+            return
         shape = blake3((image.path / "config.json").read_bytes() + image.manifest.dtype.encode()).hexdigest()
         if shape in self._seen or len(self._seen) >= MOST_SHAPES or len(image.manifest.shards) > 1:
             return  # a pass of several ranks needs all of them

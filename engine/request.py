@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -48,6 +48,46 @@ class GenerationRequest:
     sampling: SamplingParams
     answer: tuple[int, ...] = ()
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.sampling.max_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens, at most, whose keys and values it needs."""
+        return self.prompt_tokens + self.max_tokens
+
+    def continued(self, answer: tuple[int, ...]) -> GenerationRequest:
+        """The same with an answer that has come so far."""
+        return replace(self, answer=answer)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Texts of which an encoder makes vectors. They are answered together, and made anew if a worker dies before."""
+
+    id: str
+    model: str
+    inputs: tuple[tuple[int, ...], ...]
+
+    answer: ClassVar[tuple[int, ...]] = ()
+    max_tokens: ClassVar[int] = 0
+    kv_tokens: ClassVar[int] = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+    def continued(self, answer: tuple[int, ...]) -> EmbeddingRequest:
+        return self
+
+
+Request = GenerationRequest | EmbeddingRequest
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -88,6 +128,7 @@ class Tokens:
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token, if they were asked for
     time: EngineTime | None = None  # with the last token of an answer that came to its own end
+    vectors: tuple[bytes, ...] | None = None  # of an EmbeddingRequest, with its finish: float32, little-endian
 
 
 @dataclass(frozen=True, slots=True)

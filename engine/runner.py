@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from engine.batching import Batcher, Step
+from engine.batch import StepBatch
 from engine.blocks import BlockManager
 from engine.model import ModelRunnerProtocol
 from engine.request import EngineReport
-from engine.sampling import Choice
 from engine.streams import pass_stream
 from engine.turn import Turn
 from swapper.errors import PageInAborted
@@ -42,12 +42,65 @@ RETRY_SECONDS = 0.25
 """How long to wait for what no command announces: frames of the pool that others give back, a page-in begun again."""
 
 
+class Results(Protocol):
+    """What a pass makes, on its way to the host. `tokens` and `revised` are as `Choice` has them."""
+
+    @property
+    def tokens(self) -> torch.Tensor | None: ...
+
+    @property
+    def revised(self) -> bool: ...
+
+    def take(self) -> list[Any]: ...
+
+
+class Planned(Protocol):
+    """A pass to be made: `Step`, or `EncoderStep`."""
+
+    @property
+    def batch(self) -> StepBatch: ...
+
+    @property
+    def is_awaited(self) -> bool: ...
+
+    def choose(self, output: torch.Tensor) -> Results: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A step whose pass is under way, and its tokens to come."""
 
-    step: Step
-    choice: Choice
+    step: Planned
+    choice: Results
+
+
+class AnyBatcher(Protocol):
+    """What is to run: see `Batcher`, whose methods these are, and `EncoderBatcher`. Each knows its own steps only."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def take_reports(self) -> list[EngineReport]: ...
+
+    def add(self, request: Any, submitted: float) -> None: ...
+
+    def cancel(self, request: str) -> None: ...
+
+    def grant(self, frames: int, epoch: int) -> None: ...
+
+    def suspend(self, epoch: int) -> None: ...
+
+    def resume(self, frames: int, epoch: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def plan(self) -> Planned | None: ...
+
+    def plan_ahead(self, step: Any) -> Planned | None: ...
+
+    def complete(self, step: Any, sampled: list[Any], computing: float, paging: float) -> None: ...
+
+    def fail(self, step: Any, message: str) -> None: ...
 
 
 class _PassFailed(Exception):
@@ -72,7 +125,7 @@ class ModelRunner:
         model: ModelRunnerProtocol,
         shard: PagedShard,
         blocks: BlockManager,
-        batcher: Batcher,
+        batcher: AnyBatcher,
         turn: Turn,
         emit: Emit,
         compute_threads: int,
@@ -105,7 +158,7 @@ class ModelRunner:
         self._closing = False
 
     @property
-    def batcher(self) -> Batcher:
+    def batcher(self) -> AnyBatcher:
         """For commands, which run in the model's thread."""
         return self._batcher
 
@@ -218,7 +271,7 @@ class ModelRunner:
         self._report()
         return 0.0
 
-    def _pass(self, step: Step) -> None:
+    def _pass(self, step: Planned) -> None:
         """Run a step, and those that can be launched behind it before its tokens are known."""
         with self._changed:
             self._in_pass = True
@@ -242,17 +295,17 @@ class ModelRunner:
                 self._in_pass = False
                 self._changed.notify_all()
 
-    def _launch(self, step: Step, tokens: torch.Tensor | None = None) -> _Launched:
+    def _launch(self, step: Planned, tokens: torch.Tensor | None = None) -> _Launched:
         self._is_urgent = step.is_awaited
         self._may_give_way = not self._is_urgent
         with _blame():
             logits = self._model.forward(step.batch, self._kv, self._at_layer, tokens)
-            launched = _Launched(step, Choice(logits, step.rows()))
+            launched = _Launched(step, step.choose(logits))
         if self._last_launch is not None:
             self._last_launch.record(self._stream)
         return launched
 
-    def _following(self, step: Step) -> Step | None:
+    def _following(self, step: Planned) -> Planned | None:
         """The step to launch behind one that is under way; None if anybody is waiting for the end of that one."""
         if not self.runs_ahead or self._turn.wanted or self._inbox or self._closing:
             return None

@@ -45,7 +45,7 @@ from swapper.packer import pack
 _LARGEST_BYTES = 64 << 20  # of a cut model's weights
 _VOCABULARY = 256
 _WINDOW = 8
-_TOLERANCE = 1e-3  # of the largest logit
+TOLERANCE = 1e-3  # of the largest logit
 
 _THRESHOLDS = ("sliding_window", "attention_chunk_size", "window_size", "floor_scale")
 """Numbers of tokens beyond which a model computes otherwise; made small, so that the check gets there."""
@@ -68,14 +68,14 @@ def check_supported(checkpoint: Checkpoint, tp: int = 1, pp: int = 1) -> None:
     cut_module(build(config, torch.float32), OnMeta(MeshRank(tp)))
     balance(0, [1] * len(decoder_layers(module)[1]), 0, pp)
     cut = _cut(config, module, tp, pp)
-    with tempfile.TemporaryDirectory(prefix="gswapd-check-") as scratch, _no_progress_bar():
+    with tempfile.TemporaryDirectory(prefix="gswapd-check-") as scratch, no_progress_bar():
         model = _random_model(cut)
         try:
             model.save_pretrained(Path(scratch) / "checkpoint")
             difference = _difference(model, Path(scratch), tp, pp)
         except (GswapdError, *MODEL_ERRORS) as error:
             raise UnsupportedModel(f"A small random {type(module).__name__} does not run: {error}") from error
-    if not difference <= _TOLERANCE:  # NaN is no proof either
+    if not difference <= TOLERANCE:  # NaN is no proof either
         raise UnsupportedModel(
             f"{type(module).__name__} does not compute the same over paged memory as with transformers' own attention "
             f"(a small random model's logits differ by {difference:.1%}), so it is not served."
@@ -178,12 +178,18 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.5 / math.sqrt(parameter.shape[-1]))
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        spread(model)
     return model.eval()
+
+
+@torch.no_grad()
+def spread(model: PreTrainedModel) -> None:
+    """Draw weights anew, so large that what a token attends to shows."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 1.5 / math.sqrt(parameter.shape[-1]))
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 # ---- the comparison
@@ -288,7 +294,7 @@ def _run(bound: BoundModel, shard: MemoryShard, prompts: list[list[int]]) -> Ite
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.request import GenerationRequest, RequestFailed, Started, Tokens
+from engine.request import Request, RequestFailed, Started, Tokens
 from scheduler.answers import LiveAnswer
 from scheduler.core.events import Cancelled, Event, Finished
 from scheduler.interface import Observer
@@ -35,18 +35,18 @@ class AdmittedRequests:
     def __contains__(self, id: object) -> bool:
         return id in self._answers
 
-    def open(self, request: GenerationRequest) -> LiveAnswer:
+    def open(self, request: Request) -> LiveAnswer:
         answer = self.new(request)
         self._answers[request.id] = answer
         return answer
 
-    def new(self, request: GenerationRequest) -> LiveAnswer:
+    def new(self, request: Request) -> LiveAnswer:
         """An answer to a request that the core will not hear of."""
         return LiveAnswer(request, self._clock(), self._ended, self._cancelled)
 
     # ---- what the core decides
 
-    def serve(self, id: str, group: str) -> GenerationRequest:
+    def serve(self, id: str, group: str) -> Request:
         """What to send to the group's workers."""
         answer = self._answers[id]
         answer.group = group

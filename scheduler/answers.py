@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from engine.request import EngineTime, GenerationRequest, Tokens
+from engine.request import EngineTime, Request, Tokens
 from swapper.errors import Refused
 
 
@@ -21,7 +21,7 @@ class LiveAnswer:
 
     def __init__(
         self,
-        request: GenerationRequest,
+        request: Request,
         at: float,
         ended: Callable[[LiveAnswer, str], None],
         cancelled: Callable[[LiveAnswer], None],
@@ -67,11 +67,11 @@ class LiveAnswer:
 
     # ---- the driver's side
 
-    def remainder(self) -> GenerationRequest:
+    def remainder(self) -> Request:
         """The request to serve now: the one that was made, and the tokens that its client has already."""
         if len(self._delivered) == len(self.request.answer):
             return self.request
-        return replace(self.request, answer=tuple(self._delivered))
+        return self.request.continued(tuple(self._delivered))
 
     def has_gap_before(self, report: Tokens) -> bool:
         """Whether tokens are missing between what was delivered and this report: a defect below."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from engine.request import GenerationRequest, Tokens
+from engine.request import Request, Tokens
 from scheduler.core.view import DecisionKind
 from swapper.pager import SourceBytes
 from worker.protocol import Command, Report
@@ -195,7 +195,7 @@ class Scheduler(Protocol):
 
     def remove_model(self, name: str) -> None: ...
 
-    def submit(self, request: GenerationRequest, timeout: float) -> Answer:
+    def submit(self, request: Request, timeout: float) -> Answer:
         """Queue a request; `timeout` bounds its wait for a first step, in seconds. Refusals come out of the Answer."""
 
     def room(self, model: str) -> Room | None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.request import GenerationRequest, RequestFailed, Started, Suspended, Tokens
+from engine.request import Request, RequestFailed, Started, Suspended, Tokens
 from scheduler.admitted import AdmittedRequests, again
 from scheduler.alarm import Alarm
 from scheduler.answers import LiveAnswer
@@ -150,7 +150,7 @@ class LiveScheduler:
             self._removing.add(name)
             self._inbox.put(events.ModelRemoved(self._clock(), name))
 
-    def submit(self, request: GenerationRequest, timeout: float) -> LiveAnswer:
+    def submit(self, request: Request, timeout: float) -> LiveAnswer:
         if request.id in self._requests:
             raise ValueError(f"request {request.id} is being answered already; every request needs an id of its own")
         refusal = self._refusal(request.model, self._inbox.is_full)
@@ -159,19 +159,20 @@ class LiveScheduler:
             answer.refuse(refusal)
             return answer
         model = self._models[request.model]
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        frames = kv_frames(tokens, model.kv_bytes_per_token, model.page_bytes)
+        frames = kv_frames(request.kv_tokens, model.kv_bytes_per_token, model.page_bytes)
         answer = self._requests.open(request)
         answer.cold = not self._records.is_whole(model.name, len(model.page_hashes[0]))
         self._inbox.put(events.Arrived(answer.at, request.id, request.model, frames, answer.at + timeout))
         if self._journal is not None:
-            self._journal.asked(answer.at, request.id, len(request.prompt), request.sampling.max_tokens)
+            self._journal.asked(
+                answer.at, request.id, request.prompt_tokens, max(0, request.kv_tokens - request.prompt_tokens)
+            )
         return answer
 
     def room(self, model: str) -> Room | None:
         room = self._core.kv_room(model)
         served = self._models.get(model)
-        if room is None or served is None:
+        if room is None or served is None or not served.kv_bytes_per_token:
             return None
         blocks = [kv_capacity_blocks(max(0, n), served.kv_bytes_per_token, served.page_bytes) for n in room]
         return Room(*(count * KV_BLOCK_TOKENS for count in blocks))

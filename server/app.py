@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server import admin, board, errors
 from server.auth import key_required, same_origin
-from server.openai import chat, completions, models
+from server.openai import chat, completions, embeddings, models
 from server.request_id import RequestIds
 from server.service import Service
 
@@ -19,7 +19,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="gswapd", openapi_url=None)
     app.state.service = service
     keys = service.config.server
-    for routes in (models, chat, completions):
+    for routes in (models, chat, completions, embeddings):
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
     operators = same_origin if keys.admin_key is None else key_required(keys.admin_key)
     for operating in (admin, board):

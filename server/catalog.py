@@ -21,7 +21,7 @@ from blake3 import blake3
 from scheduler.interface import Scheduler, ServedModel
 from server.config import GroupConfig, ModelConfig
 from swapper.errors import CorruptImage, ModelNotFound, Refused, StoreError
-from swapper.image import MANIFEST, Image
+from swapper.image import MANIFEST, Embedding, Image
 from swapper.store import Store, StoreVersion
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class CatalogModel:
     created: int  # unix time of its publication
     stamp: tuple[int, int]  # of its manifest: another one if the name was removed and added again
     config: ModelConfig
+    embedding: Embedding | None = None  # of an encoder; None: it generates text
 
 
 Found = tuple[CatalogModel, ServedModel]
@@ -239,6 +240,7 @@ class Catalog:
             created=stamp[0] // 1_000_000_000,
             stamp=stamp,
             config=self._configs.get(name, ModelConfig()),
+            embedding=manifest.embedding,
         )
         return model, served_model(image, self._page_bytes, model.config)
 

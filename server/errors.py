@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.tokens import ChatTemplateError
+from server.tokens import ChatTemplateError, UnknownToken
 from server.wording import in_plain_words
 from swapper.errors import CorruptImage, GswapdError, ModelNotFound, Refused
 
@@ -93,6 +93,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(status, str(error), code, "model" if status == 404 else None, headers)
         case ModelNotFound():
             return ApiError(404, str(error), "model_not_found", "model")
+        case UnknownToken():
+            return ApiError(400, str(error), "invalid_value", error.param)
         case ChatTemplateError():
             return ApiError(400, str(error), "invalid_messages", "messages")
         case CorruptImage():

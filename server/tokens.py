@@ -48,6 +48,14 @@ class ChatTemplateError(GswapdError):
     """The model has no chat template, or its template refuses the conversation."""
 
 
+class UnknownToken(GswapdError):
+    """A token is not in the vocabulary."""
+
+    def __init__(self, token: int, vocabulary: int, param: str) -> None:
+        super().__init__(f"Parameter '{param}' is invalid: {token} is not a token; there are {vocabulary}.")
+        self.param = param
+
+
 class PromptTooLong(GswapdError):
     """A text has more tokens than the context, which was found without tokenizing all of it."""
 
@@ -84,6 +92,22 @@ class ModelTokenizer:
         """A plain prompt, with the begin-of-text token where the model wants one, or a rendered conversation."""
         # The template writes the special tokens itself.
         return tuple(self._tokenizer.encode(text, add_special_tokens=not rendered))
+
+    def encode_beginning(self, text: str, limit: int) -> tuple[int, ...]:
+        """A text's first tokens, `limit` at most, special ones included. Takes a time that `limit` bounds."""
+        tokens = self.encode(text[: SAMPLE * limit])
+        if len(tokens) <= limit:
+            return tokens
+        # Not by the library's truncation, which is a state of a tokenizer that other threads use.
+        frame = self.encode("")
+        end = next(n for n in range(len(frame), -1, -1) if tokens[len(tokens) - n :] == frame[len(frame) - n :])
+        return tokens[: limit - end] + tokens[len(tokens) - end :]
+
+    def checked(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:
+        """Tokens that a client gave. Raises UnknownToken."""
+        if max(tokens) >= self.vocabulary_size:
+            raise UnknownToken(max(tokens), self.vocabulary_size, param)
+        return tuple(tokens)
 
     def check_length(self, text: str, limit: int) -> None:
         """Raises PromptTooLong if `text` is sure to have more tokens than `limit`. Takes no longer than reading it."""

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from blake3 import blake3
 
@@ -76,6 +77,19 @@ class Shard:
         return tuple(page_identity(self.granules[i : i + step]) for i in range(0, len(self.granules), step))
 
 
+Pooling = Literal["mean", "cls", "max", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """How an encoder makes one vector of a text's hidden states."""
+
+    pooling: Pooling
+    normalize: bool  # to length 1
+    width: int
+    max_tokens: int | None = None  # of a text, by the model's makers; None: as many as its context
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything the daemon must know of a model before it reads a byte of its weights."""
@@ -90,6 +104,7 @@ class Manifest:
     context_length: int  # tokens
     kv_bytes_per_token: int  # on the rank that holds most, all its layers, keys and values
     shards: tuple[Shard, ...]
+    embedding: Embedding | None = None  # of an encoder; None: it generates text
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -115,6 +130,8 @@ class Manifest:
                 )
                 for shard in raw["shards"]
             )
+            if raw.get("embedding") is not None:
+                raw["embedding"] = Embedding(**raw["embedding"])
             manifest = Manifest(**raw)
             manifest._check()
             return manifest

@@ -28,7 +28,7 @@ from swapper.errors import SourceError, StoreError
 from swapper.geometry import GRANULE_BYTES
 from swapper.granules import GranuleHasher
 from swapper.header import SAFETENSORS_WORDS, encode_header, tensor_nbytes
-from swapper.image import FORMAT_VERSION, MANIFEST, Manifest, Progress, Shard
+from swapper.image import FORMAT_VERSION, MANIFEST, Embedding, Manifest, Progress, Shard
 from swapper.layout import PAD_PREFIX, Layout, lay_out
 
 SMALL_FILES = (
@@ -47,6 +47,9 @@ SMALL_FILES = (
     "chat_template*.jinja",
     "chat_template*.json",
     "additional_chat_templates/*.jinja",
+    "modules.json",
+    "sentence_*_config.json",
+    "*_Pooling/config.json",
 )
 """What a model needs besides weights. Data only: nothing that could be run."""
 
@@ -81,6 +84,7 @@ class PackPlan:
     ranks: tuple[tuple[PlannedTensor, ...], ...]
     """Each in execution order; tensors of one layer lie side by side. Of the ranks of a stage, the first has all that
     the others have a part of."""
+    embedding: Embedding | None = None  # of an encoder
 
 
 def pack(
@@ -115,6 +119,7 @@ def pack(
             context_length=plan.context_length,
             kv_bytes_per_token=plan.kv_bytes_per_token,
             shards=tuple(shards),
+            embedding=plan.embedding,
         )
         write_file(directory / MANIFEST, manifest.to_json())
     except OSError as error:

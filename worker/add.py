@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.encoder_support import check_encoder
 from engine.plan import pack_plan
+from engine.pooling import read_embedding
 from engine.support import check_supported
 from swapper.checkpoint import Checkpoint
 from swapper.errors import SourceError
@@ -33,6 +35,9 @@ def add_model(
     # The name is claimed first: checking and packing take long, and would be for nothing.
     with store.adding(name) as directory:
         checkpoint = Checkpoint(source)
-        check_supported(checkpoint, tp, pp)
+        if read_embedding(checkpoint.path) is None:
+            check_supported(checkpoint, tp, pp)
+        else:
+            check_encoder(checkpoint)
         pack(pack_plan(checkpoint, dtype, tp, pp), checkpoint, name, directory, progress)
     return store.open(name)

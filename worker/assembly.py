@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from engine.encoder import EncoderModel
 from engine.engine import Engine
-from engine.model import BoundModel
+from engine.model import BoundModel, ModelRunnerProtocol
 from engine.workspace import WORKSPACE_BYTES
 from swapper.copier import Copier, HostCopier
 from swapper.errors import ConfigError
 from swapper.frames import FramePool
 from swapper.host_frames import HostFramePool
 from swapper.host_tier import HostTier
+from swapper.image import Image
+from swapper.paged_shard import PagedShard
 from swapper.peer_frames import HostWindow
 from swapper.peers import RING_FRAMES, Peers
 from swapper.pread import PreadReader
@@ -75,7 +78,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         parts.pool,
         parts.reader if spec.read_rate is None else ThrottledReader(parts.reader, spec.read_rate),
         make_engine,
-        BoundModel.bind,
+        _bind,
         rehearse=parts.rehearse,
         tier=_open_tier(spec, parts.copier, parts.peers),
         peers=parts.peers,
@@ -83,6 +86,12 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         run=parts.run,
     )
     return shard, WorkerReady(device=parts.device, reader=parts.reader_name, frames=parts.pool.frames)
+
+
+def _bind(image: Image, shard: PagedShard) -> ModelRunnerProtocol:
+    if image.manifest.embedding is not None:
+        return EncoderModel.bind(image, shard)
+    return BoundModel.bind(image, shard)
 
 
 def _check_store(spec: WorkerSpec) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.request import EngineReport, GenerationRequest
+from engine.request import EngineReport, Request
 from swapper.host_tier import TierStatus
 from swapper.pager import SourceBytes
 
@@ -98,7 +98,7 @@ class Resume:
 class Serve:
     """Run a request. Its pages may still be on their way."""
 
-    request: GenerationRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)

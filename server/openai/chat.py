@@ -27,6 +27,7 @@ from server.openai.generation import (
     generations_of,
     merge,
     prompt_too_long,
+    refuse_encoder,
 )
 from server.openai.schemas import ChatRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
@@ -58,6 +59,7 @@ async def create(request: Request) -> Response:
 
 async def prepare(service: Service, body: ChatRequest, model: CatalogModel, identity: str) -> list[Generation]:
     """The answers to be made, none of them submitted. Raises ApiError, Refused or ChatTemplateError."""
+    refuse_encoder(model)
     tokenizer = await service.tokenizers.get(model.name, model.path, model.stamp)
     opening, rules = await service.tokenizers.run(_rules, body, tokenizer)
     messages = [message.for_template() for message in body.messages]

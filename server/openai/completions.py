@@ -14,9 +14,17 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from server.catalog import CatalogModel
-from server.errors import ApiError
 from server.openai.connection import EventStream, while_connected
-from server.openai.generation import Generation, Prompt, Rules, ScoredToken, generations_of, merge, prompt_too_long
+from server.openai.generation import (
+    Generation,
+    Prompt,
+    Rules,
+    ScoredToken,
+    generations_of,
+    merge,
+    prompt_too_long,
+    refuse_encoder,
+)
 from server.openai.schemas import CompletionRequest, parse
 from server.openai.shape import DONE, bounded, usage, whole_response
 from server.openai.structured import grammar_of
@@ -48,6 +56,7 @@ async def _generations(
     service: Service, body: CompletionRequest, model: CatalogModel, identity: str
 ) -> list[Generation]:
     """`n` for each prompt; none of them is submitted before all are known to be valid."""
+    refuse_encoder(model)
     tokenizer = await service.tokenizers.get(model.name, model.path, model.stamp)
     rules = Rules(await service.tokenizers.run(grammar_of, body))
     generations: list[Generation] = []
@@ -71,12 +80,7 @@ async def _tokens(
             return await service.tokenizers.encode(tokenizer, prompt, model.context_length)
         except PromptTooLong as error:
             raise prompt_too_long(model, f"at least {error.least}", param) from None
-    if max(prompt) >= tokenizer.vocabulary_size:
-        message = (
-            f"Parameter '{param}' is invalid: {max(prompt)} is not a token; there are {tokenizer.vocabulary_size}."
-        )
-        raise ApiError(400, message, "invalid_value", param)
-    return tuple(prompt)
+    return tokenizer.checked(prompt, param)
 
 
 async def _whole(identity: str, model: str, generations: Sequence[Generation], scored: bool) -> dict[str, Any]:

@@ -66,10 +66,8 @@ def sampling_params(
     body: Generate, defaults: SamplingDefaults, tokenizer: ModelTokenizer, max_tokens: int
 ) -> SamplingParams:
     """What the request says, else what the configuration says of the model."""
-    unknown = next((token for token in body.logit_bias if token >= tokenizer.vocabulary_size), None)
-    if unknown is not None:
-        message = f"Parameter 'logit_bias' is invalid: {unknown} is not a token; there are {tokenizer.vocabulary_size}."
-        raise ApiError(400, message, "invalid_value", "logit_bias")
+    if body.logit_bias:
+        tokenizer.checked(list(body.logit_bias), "logit_bias")
 
     def choose(name: str) -> float:
         asked = getattr(body, name)
@@ -134,6 +132,13 @@ def answer_limit(
     if wanted is None and room is not None:
         rest = max(1, min(rest, room.now - prompt_tokens))
     return wanted or min(rest, default)
+
+
+def refuse_encoder(model: CatalogModel) -> None:
+    """Raises ApiError if a model does not generate text."""
+    if model.embedding is not None:
+        message = f"The model {model.name!r} makes embeddings and no text; use /v1/embeddings."
+        raise ApiError(400, message, "unsupported_model", "model")
 
 
 def prompt_too_long(model: CatalogModel, tokens: str, param: str) -> ApiError:

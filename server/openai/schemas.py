@@ -43,6 +43,7 @@ MAX_STOP_LENGTH = 256
 MAX_CHOICES = 64
 """Answers of one request: prompts times `n`."""
 MAX_TOOLS = 128
+MAX_INPUTS = 2048
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 INT64 = 1 << 63
@@ -350,9 +351,7 @@ class CompletionRequest(Generate):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
-            return self.prompt
-        return [self.prompt]
+        return _several(self.prompt)
 
     def check(self) -> None:
         super().check()
@@ -362,11 +361,37 @@ class CompletionRequest(Generate):
             raise _contradiction("n", f"prompts times 'n' must be at most {MAX_CHOICES}")
 
 
+class EmbeddingsRequest(Part):
+    model: str = Field(max_length=256)
+    input: Annotated[
+        Annotated[str, Tag(TEXT)]
+        | Tokens
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS), Tag(LIST)],
+        _one_of(_shape, "text, a list of tokens, or a list of such inputs"),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1)
+    user: str | None = None
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        return _several(self.input)
+
+    def check(self) -> None:
+        """Nothing concerns two parameters at once."""
+
+
+def _several(value: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [value]
+    return value
+
+
 def _contradiction(param: str, why: str) -> ApiError:
     return ApiError(400, f"Parameter '{param}' is invalid: {why}.", "invalid_value", param)
 
 
-R = TypeVar("R", bound=Generate)
+R = TypeVar("R", Generate, ChatRequest, CompletionRequest, EmbeddingsRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:

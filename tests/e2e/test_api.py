@@ -21,7 +21,9 @@ from server.demo.daemon import DaemonProcess
 from swapper.image import MANIFEST, Image
 from swapper.store import Store
 from tests.e2e.client import Client
+from tests.encoders import TEXTS, minilm, reference
 from tests.server.test_tools import TEMPLATE, WEATHER
+from worker.add import add_model
 
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 PERSON = {
@@ -100,6 +102,34 @@ def test_a_schema_that_cannot_be_kept_is_refused(openai: OpenAI) -> None:
             messages=CAPITAL,
             response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
         )
+
+
+@pytest.fixture(scope="module")
+def encoder(images: dict[str, Image], daemon: DaemonProcess) -> Iterator[str]:
+    """A model of another kind, added while the daemon serves."""
+    store, name = Store(images["smollm2"].path.parents[1]), "minilm"
+    add_model(store, minilm(), name)
+    yield name
+    store.remove(name)
+
+
+def test_vectors_are_those_of_the_model_by_itself(openai: OpenAI, client: Client, encoder: str) -> None:
+    expected = reference(TEXTS)
+    for _ in range(2):  # paged in for the request; and again, after it was paged out
+        answer = openai.embeddings.create(model=encoder, input=list(TEXTS))
+        found = torch.tensor([item.embedding for item in answer.data])
+        assert (found - expected).abs().max() < 1e-5
+        assert client.models()[encoder]["state"] == "resident"
+        client.post(f"/admin/models/{encoder}/evict").raise_for_status()
+        assert client.models()[encoder]["state"] == "absent"
+
+
+def test_many_texts_beside_a_stream(openai: OpenAI, client: Client, encoder: str) -> None:
+    with client.stream("smollm2", max_tokens=24) as pieces:
+        next(pieces)
+        answer = openai.embeddings.create(model=encoder, input=["word " * (n % 40) for n in range(200)])
+        assert len(answer.data) == 200
+        assert "".join(pieces)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from server.observers import Observers
 from server.service import Service
 from server.tokens import Tokenizers
 from server.tracing import Tracing
-from swapper.image import MANIFEST, Manifest, Shard
+from swapper.image import MANIFEST, Embedding, Manifest, Shard
 from swapper.store import Store
 from tests.server.fakes import TIMEOUT, FakeScheduler
 
@@ -30,19 +30,27 @@ CONTEXT = 256
 
 
 def publish(
-    store: Store, name: str, tokenizer: Path, tp: int = 1, pp: int = 1, files: dict[str, str] | None = None
+    store: Store,
+    name: str,
+    tokenizer: Path,
+    tp: int = 1,
+    pp: int = 1,
+    files: dict[str, str] | None = None,
+    embedding: Embedding | None = None,
 ) -> None:
     """Put an image into the store: everything a real one has for the server, but weights."""
     with store.adding(name) as path:
         for file in tokenizer.iterdir():
-            if file.suffix != ".safetensors":
+            if file.is_file() and file.suffix != ".safetensors":
                 shutil.copy(file, path)
         for file_name, text in (files or {}).items():
             (path / file_name).write_text(text)
         shards = tuple(Shard(rank, f"rank-{rank}.safetensors", 4096, 4096, ("ab",), (), ()) for rank in range(tp * pp))
         for shard in shards:
             (path / shard.file).write_bytes(bytes(8192))
-        manifest = Manifest(1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, pp, CONTEXT, 1024, shards)
+        manifest = Manifest(
+            1, name, f"print of {name}", "LlamaForCausalLM", "bfloat16", tp, pp, CONTEXT, 1024, shards, embedding
+        )
         (path / MANIFEST).write_text(manifest.to_json())
 
 

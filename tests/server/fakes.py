@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from engine.request import FinishReason, GenerationRequest, TokenLogprob, Tokens
+from engine.request import EmbeddingRequest, FinishReason, Request, TokenLogprob, Tokens
 from scheduler.interface import GroupMemory, ModelDecision, ModelStatus, Room, ServedModel, WorkerStatus
 from swapper.errors import Refused
 from worker.protocol import Heartbeat
@@ -21,7 +23,7 @@ TIMEOUT = 20.0
 
 
 class FakeAnswer:
-    def __init__(self, scheduler: FakeScheduler, request: GenerationRequest, script: Sequence[Step]) -> None:
+    def __init__(self, scheduler: FakeScheduler, request: Request, script: Sequence[Step]) -> None:
         # Of this test: an answer may outlive it by a moment.
         self._waiting, self._cancelled, self._cancellation = (
             scheduler.waiting,
@@ -29,6 +31,7 @@ class FakeAnswer:
             scheduler.cancellation,
         )
         self._request = request
+        self._vectors = scheduler.vectors
         self._script = script
         self.stages: Mapping[str, float] = scheduler.stages
         self._ended = asyncio.Event()
@@ -46,6 +49,12 @@ class FakeAnswer:
                 continue
             if isinstance(step, Refused):
                 raise step
+            if isinstance(self._request, EmbeddingRequest):
+                made = self._vectors[: len(self._request.inputs)]
+                self._ended.set()
+                raw = tuple(struct.pack(f"<{len(one)}f", *one) for one in made)
+                yield Tokens(self._request.id, 0, (), finish="stop", vectors=raw)
+                return
             tokens, finish = ((), step) if isinstance(step, str) else (tuple(step), None)  # type: ignore[arg-type]
             scored = self._request.sampling.logprobs
             logprobs = None
@@ -84,7 +93,8 @@ class FakeScheduler:
 
     def reset(self) -> None:
         self.script: Sequence[Step] = ("stop",)
-        self.submitted: list[GenerationRequest] = []
+        self.vectors: Sequence[Sequence[float]] = ()
+        self.submitted: list[Any] = []
         self.cancelled: list[str] = []
         self.waiting = threading.Event()
         self.cancellation = threading.Event()
@@ -114,7 +124,7 @@ class FakeScheduler:
     def remove_model(self, name: str) -> None:
         del self.served[name], self.statuses[name]
 
-    def submit(self, request: GenerationRequest, timeout: float) -> FakeAnswer:
+    def submit(self, request: Request, timeout: float) -> FakeAnswer:
         self.submitted.append(request)
         self.timeouts.append(timeout)
         return FakeAnswer(self, request, self.script)

@@ -46,6 +46,10 @@ class BlockManager:
         return self.capacity - len(self._taken)
 
     @property
+    def taken(self) -> int:
+        return len(self._taken)
+
+    @property
     def frames_held(self) -> int:
         return len(self._frames)
 

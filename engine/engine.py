@@ -19,6 +19,7 @@ from engine.blocks import BlockManager
 from engine.encoder_batching import EncoderBatcher
 from engine.kv_keeper import HostRoom, KvKeeper
 from engine.model import ModelRunnerProtocol
+from engine.recorder import Recorder
 from engine.request import EngineReport, Request, RequestFailed
 from engine.runner import AnyBatcher, ModelRunner
 from engine.turn import Turn
@@ -43,6 +44,7 @@ class Engine:
         max_batch_sequences: int = 64,
         compute_threads: int = 1,
         suspended_bytes: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         """`emit` gets each model's reports in order, from that model's thread. It must not wait.
 
@@ -54,6 +56,7 @@ class Engine:
         self._max_batch_sequences = max_batch_sequences
         self._compute_threads = compute_threads
         self._host_room = HostRoom(suspended_bytes)
+        self.recorder = recorder or Recorder()
         self._turn = Turn()
         self._lock = threading.Lock()  # guards everything below
         self._models: dict[str, ModelRunner] = {}
@@ -70,7 +73,9 @@ class Engine:
             max_blocks = 1 if encodes else kv_blocks(model.context_length) * self._max_batch_sequences
             blocks = BlockManager(self._pool, model.kv_bytes_per_token or 1, max_blocks)
             batcher: AnyBatcher = self._encoder_batcher(model) if encodes else self._batcher(model, blocks)
-            runner = ModelRunner(model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads)
+            runner = ModelRunner(
+                model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads, self.recorder
+            )
             self._models[model.name] = runner
             for region in (blocks.region, shard.region):
                 self._pool.guard(region, runner.settle)

@@ -27,6 +27,7 @@ import torch
 from engine.batch import StepBatch
 from engine.blocks import BlockManager
 from engine.model import ModelRunnerProtocol
+from engine.recorder import Recorder
 from engine.request import EngineReport
 from engine.streams import pass_stream
 from engine.turn import Turn
@@ -129,6 +130,7 @@ class ModelRunner:
         turn: Turn,
         emit: Emit,
         compute_threads: int,
+        recorder: Recorder,
     ) -> None:
         """`emit` is called from the model's thread, in order; it must neither wait nor call the engine."""
         self._model = model
@@ -143,8 +145,10 @@ class ModelRunner:
         self._turn = turn
         self._emit = emit
         self._compute_threads = compute_threads
+        self._recorder = recorder
         self.steps = 0  # forward passes done; written by the model's thread only, like the next
         self._began = 0.0  # when the pass under way did, or the one before it ended
+        self._at_gate: float | None = None  # when it passed the last layer's
         self._paging = 0.0  # seconds that the pass under way has waited for pages
         self._giving_way = 0.0  # and for another model's pass that could not wait
         self._is_urgent = False  # somebody waits for a first token of it
@@ -317,6 +321,8 @@ class ModelRunner:
             sampled = launched.choice.take()
         self.steps += 1
         computing = time.perf_counter() - self._began - self._paging - self._giving_way
+        if self._recorder.on:
+            self._record(launched.step, computing)
         self._batcher.complete(launched.step, sampled, computing, self._paging)
         self._begin_measuring()
         self._report()
@@ -324,6 +330,7 @@ class ModelRunner:
 
     def _begin_measuring(self) -> None:
         self._began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
+        self._at_gate = None
 
     def _at_layer(self, nbytes: int) -> None:
         """The page gate of a layer, whose pass goes on when shard bytes `[0, nbytes)` are in."""
@@ -332,6 +339,8 @@ class ModelRunner:
             if self._turn.give_way():
                 self._may_give_way = False
                 self._giving_way = time.perf_counter() - began
+        if self._recorder.on:
+            self._record_layer()
         if not self._shard.is_ready(nbytes):
             self._wait_for_pages(nbytes)
 
@@ -352,3 +361,26 @@ class ModelRunner:
         reports = self._batcher.take_reports()
         if reports:
             self._emit(reports)
+
+    def _record(self, step: Planned, computing: float) -> None:
+        slices = step.batch.slices
+        decoded = sum(its.length == 1 and its.context > 1 for its in slices)
+        self._record_layer()
+        self._recorder.add(
+            "pass",
+            self._model.name,
+            self._began,
+            computing,
+            prefilled=len(step.batch.tokens) - decoded,
+            decoded=decoded,
+            context=sum(its.context for its in slices),
+            paging=self._paging,
+        )
+        self._recorder.peak(kv_frames=self._blocks.frames_held, kv_blocks=self._blocks.taken, sequences=len(slices))
+
+    def _record_layer(self) -> None:
+        """A layer ends where the next one's gate is; on a GPU that is when it has been launched."""
+        now = time.perf_counter()
+        if self._at_gate is not None:
+            self._recorder.add("layer", self._model.name, self._at_gate, now - self._at_gate)
+        self._at_gate = now

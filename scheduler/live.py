@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from engine.recorder import Recording
 from engine.request import Request, RequestFailed, Started, Suspended, Tokens
 from scheduler.admitted import AdmittedRequests, again
 from scheduler.alarm import Alarm
@@ -198,6 +199,11 @@ class LiveScheduler:
             model_status(model, views.get(name), last_loads.get(name), to_wall, now - since.get(name, now))
             for name, model in self._models.items()
         ]
+
+    async def record(self, group: str, on: bool) -> Sequence[Recording | None]:
+        if group not in self._links:
+            raise WorkerError(f"There is no group {group!r}; there are {', '.join(sorted(self._links))}.")
+        return await self._links[group].client.record(on)
 
     def workers(self) -> Sequence[WorkerStatus]:
         return [worker for link in self._links.values() for worker in link.client.workers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -9,11 +10,12 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from engine.recorder import Recording
 from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
 from server.background import Act
 from server.errors import ApiError
 from server.service import Service, service_of
-from swapper.errors import ModelNotFound, Refused
+from swapper.errors import ModelNotFound, Refused, WorkerError
 
 
 async def _known_query(request: Request) -> None:
@@ -41,6 +43,27 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/workers")
 async def workers(request: Request) -> dict[str, Any]:
     return {"workers": [asdict(worker) for worker in service_of(request).scheduler.workers()]}
+
+
+@router.post("/groups/{group}/recording")
+async def begin_recording(request: Request, group: str) -> dict[str, str]:
+    """Have the workers of a group keep what their passes take, until it is taken by DELETE."""
+    await _record(request, group, True)
+    return {"group": group, "recording": "on"}
+
+
+@router.delete("/groups/{group}/recording")
+async def end_recording(request: Request, group: str) -> Response:
+    """End a recording, and answer with it: one entry a rank."""
+    ranks = await _record(request, group, False)
+    return Response(orjson.dumps({"group": group, "ranks": ranks}), media_type="application/json")
+
+
+async def _record(request: Request, group: str, on: bool) -> Sequence[Recording | None]:
+    try:
+        return await service_of(request).scheduler.record(group, on)
+    except WorkerError as error:
+        raise ApiError(409, str(error), "not_recording", "group") from None
 
 
 @router.post("/models/{name:path}/load")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
+from engine.recorder import Recording
 from worker.protocol import Batch, Command, WorkerReady, WorkerSpec
 
 if TYPE_CHECKING:
@@ -61,6 +62,10 @@ class GswapdWorker:
     @_in_group("control", num_returns=0)
     def post(self, commands: Sequence[Command]) -> None:
         self._shard.post(commands)
+
+    @_in_group("control")
+    def record(self, on: bool) -> Recording | None:
+        return self._shard.record(on)
 
     @_in_group("poll")
     def poll(self, cursor: int, timeout: float) -> Batch:

@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.encoder import EncoderModel
 from engine.engine import Engine
 from engine.model import BoundModel, ModelRunnerProtocol
+from engine.recorder import Recorder
 from engine.workspace import WORKSPACE_BYTES
 from swapper.copier import Copier, HostCopier
 from swapper.errors import ConfigError
@@ -31,6 +32,7 @@ from swapper.readers import Reader
 from swapper.store import Store
 from swapper.throttle import ThrottledReader
 from swapper.tier_arena import Arena, remove_orphans
+from worker.memory import MemoryGauge
 from worker.protocol import WorkerReady, WorkerSpec
 from worker.shard import Shard
 
@@ -72,6 +74,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         max_batch_sequences=spec.max_batch_sequences,
         compute_threads=spec.compute_threads,
         suspended_bytes=spec.suspended_bytes,
+        recorder=Recorder(MemoryGauge(parts.pool, parts.device)),
     )
     shard = Shard(
         spec,

@@ -16,6 +16,7 @@ import psutil
 import ray
 from ray.exceptions import PendingCallsLimitExceeded, RayActorError, RayError, RayTaskError
 
+from engine.recorder import Recording
 from swapper.errors import WorkerError
 from swapper.store import Store
 from worker.actor import actor_class
@@ -26,6 +27,9 @@ START_TIMEOUT = 120.0
 """Seconds for a process to come up and import what it needs, on a slow disk."""
 
 KILL_TIMEOUT = 10.0
+
+RECORD_TIMEOUT = 30.0
+"""A recording queues behind the commands before it, and may be some megabytes."""
 
 
 class WorkerClient:
@@ -88,6 +92,15 @@ class WorkerClient:
             return batch
         except RayError as error:
             raise WorkerError(_reason(error)) from error
+
+    async def record(self, on: bool) -> Recording | None:
+        """See `worker.shard.Shard.record`. Raises WorkerError when the worker does not answer."""
+        try:
+            async with asyncio.timeout(RECORD_TIMEOUT):
+                recording: Recording | None = await self._actor.record.remote(on)
+                return recording
+        except (TimeoutError, RayError) as error:
+            raise WorkerError(f"worker {self.spec.group}/{self.spec.rank} gives no recording: {error!r}") from error
 
     async def kill(self) -> None:
         """Kill the worker's process, stopped or hung as it may be; returns when it is gone, or after KILL_TIMEOUT."""

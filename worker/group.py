@@ -20,6 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
+from engine.recorder import Recording
 from swapper.errors import NoPlace, WorkerError
 from worker.merge import ReportMerger
 from worker.protocol import (
@@ -61,6 +62,8 @@ class Worker(Protocol):
     def post(self, commands: Sequence[Command]) -> None: ...
 
     async def poll(self, cursor: int, timeout: float) -> Batch: ...
+
+    async def record(self, on: bool) -> Recording | None: ...
 
     async def kill(self) -> None: ...
 
@@ -144,6 +147,12 @@ class WorkerGroup:
             except WorkerError as error:
                 if not self._fault.done():
                     self._fault.set_result(f"{self._name_of(rank)}: {error}")
+
+    async def record(self, on: bool) -> Sequence[Recording | None]:
+        """Begin a recording on every rank, or end it: then each rank's. Raises WorkerError."""
+        if self._state != "up":
+            raise WorkerError(f"Group {self.name} is {self._state}.")
+        return await asyncio.gather(*(rank.worker.record(on) for rank in self._ranks))
 
     async def start(self) -> None:
         """Returns when the group is up, or has no place yet; then it comes up when there is one. Raises WorkerError."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.model import ModelRunnerProtocol
+from engine.recorder import Recording
 from engine.request import EngineReport, KvReleased, RequestFailed, Resumed, Suspended, Tokens
 from swapper.errors import CorruptImage, GswapdError, WorkerError
 from swapper.frames import FramePool
@@ -117,6 +118,13 @@ class Shard:
         """Reports from index `cursor` on; acknowledges those before it. Waits up to `timeout` seconds for the first."""
         reports = self._log.read(cursor, timeout)
         return Batch(cursor, reports, self._heartbeat())
+
+    def record(self, on: bool) -> Recording | None:
+        """Begin a recording, or end it: then what it has."""
+        if not on:
+            return self._engine.recorder.end()
+        self._engine.recorder.begin()
+        return None
 
     def close(self) -> None:
         """Stop; what runs is dropped without a word, and all frames are given back."""

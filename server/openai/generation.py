@@ -84,7 +84,7 @@ def sampling_params(
         frequency_penalty=choose("frequency_penalty"),
         seed=random.getrandbits(63) if body.seed is None else body.seed % (1 << 63),
         max_tokens=max_tokens,
-        stop_tokens=tokenizer.stop_tokens,
+        stop_tokens=frozenset() if body.ignore_eos else tokenizer.stop_tokens,
         logprobs=body.wanted_logprobs,
         logit_bias=body.logit_bias,
     )

@@ -228,6 +228,7 @@ class Generate(Part):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
+    ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
         default={}, max_length=MAX_BIASES

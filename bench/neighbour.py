@@ -32,7 +32,7 @@ from swapper.peers import RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
 from swapper.tier_arena import Arena
-from worker.assembly import GPU_DEPTH, GPU_RUN, kvikio_threads
+from worker.assembly import PEERS_DEPTH, PEERS_RUN, kvikio_threads
 
 PATIENCE = 120.0
 MODEL = "model.safetensors"
@@ -54,7 +54,7 @@ class Worker:
         self.tier = None
         if has_tier:
             self.tier = HostTier(Arena(f"bench-{name}", pages, self.page_bytes), self.make_copier(), self.peers)
-        self.pager = Pager(self.pool, self.reader, tier=self.tier, peers=self.peers, depth=GPU_DEPTH, run=GPU_RUN)
+        self.pager = Pager(self.pool, self.reader, tier=self.tier, peers=self.peers, depth=PEERS_DEPTH, run=PEERS_RUN)
         self.paged = self.pager.open("model", shard, directory / MODEL)
         self._pinned = 0
 

@@ -19,15 +19,18 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.loader_model import shard_of, write_model
 from bench.neighbour import MODEL, SHARD
 from bench.report import Bar, report
-from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
+from swapper.geometry import GRANULE_BYTES
+from swapper.header import encode_header
+from swapper.image import Shard, TensorEntry
 
 ROUNDS = 7
+PAGE_SIZES = (32 << 20, 64 << 20)
 SMALL_PAGES = 40
 PACKAGES = ("cuda-bindings",)
 
@@ -74,67 +77,85 @@ def main() -> int:
     arguments.add_argument("--small", action="store_true", help="on a CPU, to see that it works")
     arguments.add_argument("--directory", type=Path, default=Path("/dev/shm/gswapd-bench"))
     options = arguments.parse_args()
-    device = "cpu" if options.small else "cuda"
     gpus = 2 if options.small else len(list(Path("/dev").glob("nvidia[0-9]*")))
     if gpus < 2:
         print("It takes two GPUs; --small takes none.", file=sys.stderr)
         return 2
     shutil.rmtree(options.directory, ignore_errors=True)
     options.directory.mkdir(parents=True)
-    processes: list[Process] = []
+    samples: dict[str, list[float]] = {}
+    details: dict[str, Any] = {"gpus": gpus}
     try:
-        nbytes = write(options.directory, options.small)
-
-        def start(name: str, gpu: int, tier: bool = False) -> Process:
-            processes.append(Process(name, options.directory, device, gpu, tier))
-            return processes[-1]
-
-        samples, details = measure(start, gpus, nbytes)
+        shard = write(options.directory, options.small)
+        for page_bytes in (GRANULE_BYTES,) if options.small else PAGE_SIZES:
+            (options.directory / SHARD).write_bytes(pickle.dumps((page_bytes, shard)))
+            measurement = Measurement(options.directory, "cpu" if options.small else "cuda", gpus, shard.nbytes)
+            measurement.run()
+            size = f"{page_bytes >> 20} MiB pages: "
+            samples |= {size + name: values for name, values in measurement.samples.items()}
+            details |= {size + name: value for name, value in measurement.details.items()}
     finally:
-        for process in processes:
-            process.end()
         shutil.rmtree(options.directory, ignore_errors=True)
     for name, values in samples.items():
-        print(f"{name:45} {statistics.median(values):9.3f}   {min(values):9.3f} to {max(values):.3f}")
+        print(f"{name:55} {statistics.median(values):9.3f}   {min(values):9.3f} to {max(values):.3f}")
     print(json.dumps(details, indent=1))
     if options.small:
         return 0
     return report("neighbours", bars(samples, gpus), samples, details, host=f"h200-x{gpus}", packages=PACKAGES)
 
 
-def measure(start: Any, gpus: int, nbytes: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    samples: dict[str, list[float]] = {}
-    details: dict[str, Any] = {"bytes": nbytes, "gpus": gpus}
+class Measurement:
+    """Everything with pages of one size."""
 
-    def note(name: str, value: float) -> None:
-        samples.setdefault(name, []).append(value)
+    def __init__(self, directory: Path, device: str, gpus: int, nbytes: int) -> None:
+        self._directory = directory
+        self._device = device
+        self._gpus = gpus
+        self._nbytes = nbytes
+        self._processes: list[Process] = []
+        self.samples: dict[str, list[float]] = {}
+        self.details: dict[str, Any] = {"bytes": nbytes}
 
-    def swap(name: str, check: bool = False) -> None:
+    def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            for process in self._processes:
+                process.end()
+
+    def _run(self) -> None:
+        owner = self._start("owner", 0, tier=True)
+        self.details["host tier, s"] = owner.ask("fill")
+        for _ in range(ROUNDS):
+            self._note("pinned copy, one link, GB/s", owner.ask("pinned") / 1e9)
+            self._swap(owner, "alone")
+        neighbours = [self._start(f"neighbour-{gpu}", gpu) for gpu in range(1, self._gpus)]
+        self.details["neighbours met after, s"] = owner.ask("meet", len(neighbours), 1)
+        for turn in range(ROUNDS):
+            self._swap(owner, "fan-in", check=turn == 0)
+            self._note("pinned copies side by side, GB/s", sum(side_by_side([owner, *neighbours])) / 1e9)
+        self.details["neighbour's own page-in"] = neighbours[0].ask("in")
+        for turn in range(ROUNDS):
+            self._note("NVLink copy, GB/s", owner.ask("across") / 1e9)
+            self._swap(owner, "peer source", check=turn == 0)
+
+    def _start(self, name: str, gpu: int, tier: bool = False) -> Process:
+        process = Process(name, self._directory, self._device, gpu, tier)
+        self._processes.append(process)
+        return process
+
+    def _swap(self, owner: Process, name: str, check: bool = False) -> None:
         result = owner.ask("in")
-        details[f"sources, {name}"] = result["sources"]
-        details[f"stages, {name}"] = result["stages"]
+        self.details[f"sources, {name}"] = result["sources"]
+        self.details[f"stages, {name}"] = result["stages"]
         if check:
-            details[f"wrong pages, {name}"] = owner.ask("wrong")
-        note(f"{name}, s", result["seconds"])
-        note(f"{name}, GB/s", nbytes / result["seconds"] / 1e9)
-        note("page-out, s", owner.ask("out"))
+            self.details[f"wrong pages, {name}"] = owner.ask("wrong")
+        self._note(f"{name}, s", result["seconds"])
+        self._note(f"{name}, GB/s", self._nbytes / result["seconds"] / 1e9)
+        self._note("page-out, s", owner.ask("out"))
 
-    owner = start("owner", 0, tier=True)
-    details["host tier, s"] = owner.ask("fill")
-    for _ in range(ROUNDS):
-        note("pinned copy, one link, GB/s", owner.ask("pinned") / 1e9)
-        swap("alone")
-    neighbours = [start(f"neighbour-{gpu}", gpu) for gpu in range(1, gpus)]
-    details["neighbours met after, s"] = owner.ask("meet", len(neighbours), 1)
-    for turn in range(ROUNDS):
-        swap("fan-in", check=turn == 0)
-        rates = side_by_side([owner, *neighbours])
-        note("pinned copies side by side, GB/s", sum(rates) / 1e9)
-    details["neighbour's own page-in"] = neighbours[0].ask("in")
-    for turn in range(ROUNDS):
-        note("NVLink copy, GB/s", owner.ask("across") / 1e9)
-        swap("peer source", check=turn == 0)
-    return samples, details
+    def _note(self, name: str, value: float) -> None:
+        self.samples.setdefault(name, []).append(value)
 
 
 def side_by_side(processes: Sequence[Process]) -> list[float]:
@@ -144,7 +165,9 @@ def side_by_side(processes: Sequence[Process]) -> list[float]:
 
 
 def bars(samples: dict[str, list[float]], gpus: int) -> list[Bar]:
-    median = {name: statistics.median(values) for name, values in samples.items()}
+    """Of the larger pages: while a link is busy, a GPU maps one at a time, small or large."""
+    size = f"{PAGE_SIZES[-1] >> 20} MiB pages: "
+    median = {name.removeprefix(size): statistics.median(its) for name, its in samples.items() if name.startswith(size)}
     ratio = median["alone, s"] / median["fan-in, s"]
     of_limit = median["fan-in, GB/s"] / median["pinned copies side by side, GB/s"]
     return [
@@ -155,25 +178,16 @@ def bars(samples: dict[str, list[float]], gpus: int) -> list[Bar]:
     ]
 
 
-def write(directory: Path, small: bool) -> int:
-    """The model's file, and what a manifest would say of it; returns its length."""
-    from bench.loader_model import shard_of, write_model
-    from swapper.header import encode_header
-    from swapper.image import TensorEntry
-
-    page_bytes = GRANULE_BYTES if small else DEFAULT_PAGE_BYTES
+def write(directory: Path, small: bool) -> Shard:
+    """Write the model's file; returns what a manifest would say of it."""
     path = directory / MODEL
     if small:
-        nbytes = SMALL_PAGES * page_bytes
+        nbytes = SMALL_PAGES * GRANULE_BYTES
         header = encode_header([TensorEntry("data", "U8", (nbytes,), 0, nbytes)])
-        with ThreadPoolExecutor(2) as threads:
-            parts = threads.map(lambda seed: random.Random(seed).randbytes(page_bytes), range(SMALL_PAGES))
-            path.write_bytes(header + b"".join(parts))
+        path.write_bytes(header + b"".join(random.Random(seed).randbytes(GRANULE_BYTES) for seed in range(SMALL_PAGES)))
     else:
         assert write_model(directory) == path
-    shard = shard_of(path)
-    (directory / SHARD).write_bytes(pickle.dumps((page_bytes, shard)))
-    return shard.nbytes
+    return shard_of(path)
 
 
 if __name__ == "__main__":

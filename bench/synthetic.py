@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,12 +24,14 @@ from tokenizers.models import WordLevel
 from engine.architecture import DTYPES, build, read_config, trace
 from engine.kv_cache import KvLayout
 from engine.model import BoundModel
+from engine.plan import pack_plan
 from engine.views import region_bytes, view
 from swapper import libc
+from swapper.checkpoint import Checkpoint
 from swapper.frames import FramePool, Region
 from swapper.geometry import GRANULE_BYTES
-from swapper.header import SAFETENSORS_WORDS, TORCH_WORDS, encode_header
-from swapper.image import FORMAT_VERSION, MANIFEST, Image, Manifest, Shard
+from swapper.header import SAFETENSORS_WORDS, TORCH_WORDS, encode_header, tensor_nbytes
+from swapper.image import FORMAT_VERSION, MANIFEST, Image, Manifest, Shard, TensorEntry
 from swapper.layout import Layout, lay_out
 from swapper.store import Store
 
@@ -49,6 +52,24 @@ LLAMA_8B = {
     "eos_token_id": 128001,
 }
 """The shape of an 8B Llama: 16.06 GB in bfloat16."""
+
+OPT_13B = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 50272,
+    "hidden_size": 5120,
+    "word_embed_proj_dim": 5120,
+    "ffn_dim": 20480,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+"""The shape of OPT-13B: 25.7 GB in bfloat16."""
 
 
 class ResidentShard:
@@ -117,33 +138,89 @@ def make_image(
     with store.adding(name) as directory:
         layout, manifest = describe(config, dtype, name, directory)
         _write_tokenizer(directory, int(str(config["vocab_size"])))
-        header = encode_header(layout.file_tensors)
-        path = directory / "rank-0.safetensors"
-        path.write_bytes(header)
-        os.truncate(path, len(header) + layout.nbytes)
-        fd = os.open(path, os.O_RDWR)
-        base = libc.mmap(0, len(header) + layout.nbytes, libc.PROT_READ, libc.MAP_SHARED, fd)
-
-        def write(start: int) -> None:
-            nbytes = min(page_bytes, layout.nbytes - start)
-            os.pwrite(fd, _random_bytes(seed_of(start // page_bytes), nbytes, DTYPES[dtype]), len(header) + start)
-
-        def digest(start: int) -> str:
-            nbytes = min(GRANULE_BYTES, layout.nbytes - start)
-            return blake3(libc.view(base + len(header) + start, nbytes)).hexdigest()
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(write, range(0, layout.nbytes, page_bytes)))
-            for entry in layout.tensors:
-                if len(entry.shape) == 1:  # of norms
-                    ones = torch.ones(entry.shape, dtype=DTYPES[dtype]).view(torch.uint8).numpy()
-                    os.pwrite(fd, memoryview(ones), len(header) + entry.offset)
-            granules = tuple(threads.map(digest, range(0, layout.nbytes, GRANULE_BYTES)))
-        libc.munmap(base, len(header) + layout.nbytes)
-        os.close(fd)
-        shard = Shard(0, path.name, len(header), layout.nbytes, granules, layout.tensors, layout.layers)
+        shard = write_shard(directory, 0, layout, dtype, seed_of, page_bytes)
         (directory / MANIFEST).write_text(replace(manifest, shards=(shard,)).to_json())
     return store.open(name)
+
+
+def make_mesh_image(
+    store: Store, name: str, config: dict[str, object], dtype: str, tp: int, pp: int, seed: int, page_bytes: int
+) -> Image:
+    """Publish a model of random weights, cut for a mesh. What ranks have in common is not the same: nor are answers."""
+    with store.adding(name) as directory:
+        (directory / "config.json").write_text(json.dumps(config))
+        _write_tokenizer(directory, int(str(config["vocab_size"])))
+        with tempfile.TemporaryDirectory() as checkpoint:
+            plan = pack_plan(_hollow_checkpoint(Path(checkpoint), config, dtype), dtype, tp, pp)
+        shards = []
+        for rank, tensors in enumerate(plan.ranks):
+            layout = lay_out((its.name, SAFETENSORS_WORDS[its.dtype], its.shape, its.layer) for its in tensors)
+            first = (seed * len(plan.ranks) + rank) * 1_000_000
+            shards.append(
+                write_shard(directory, rank, layout, dtype, lambda page, first=first: first + page, page_bytes)
+            )
+        manifest = Manifest(
+            version=FORMAT_VERSION,
+            model=name,
+            fingerprint=str(seed),
+            architecture=plan.architecture,
+            dtype=dtype,
+            tp=tp,
+            pp=pp,
+            context_length=plan.context_length,
+            kv_bytes_per_token=plan.kv_bytes_per_token,
+            shards=tuple(shards),
+        )
+        (directory / MANIFEST).write_text(manifest.to_json())
+    return store.open(name)
+
+
+def _hollow_checkpoint(directory: Path, config: dict[str, object], dtype: str) -> Checkpoint:
+    """A checkpoint with all tensors and no numbers: its file is one hole."""
+    (directory / "config.json").write_text(json.dumps(config))
+    module = build(read_config(directory), DTYPES[dtype])
+    entries, offset = [], 0
+    for name, weight in module.named_parameters():  # a tied one once
+        shape = tuple(weight.shape)
+        nbytes = tensor_nbytes(SAFETENSORS_WORDS[dtype], shape)
+        entries.append(TensorEntry(name, SAFETENSORS_WORDS[dtype], shape, offset, nbytes))
+        offset += nbytes
+    header = encode_header(entries)
+    path = directory / "model.safetensors"
+    path.write_bytes(header)
+    os.truncate(path, len(header) + offset)
+    return Checkpoint(directory)
+
+
+def write_shard(
+    directory: Path, rank: int, layout: Layout, dtype: str, seed_of: Callable[[int], int], page_bytes: int
+) -> Shard:
+    """Write a rank's file of random weights; page `i` is made of `seed_of(i)`."""
+    header = encode_header(layout.file_tensors)
+    path = directory / f"rank-{rank}.safetensors"
+    path.write_bytes(header)
+    os.truncate(path, len(header) + layout.nbytes)
+    fd = os.open(path, os.O_RDWR)
+    base = libc.mmap(0, len(header) + layout.nbytes, libc.PROT_READ, libc.MAP_SHARED, fd)
+
+    def write(start: int) -> None:
+        nbytes = min(page_bytes, layout.nbytes - start)
+        os.pwrite(fd, _random_bytes(seed_of(start // page_bytes), nbytes, DTYPES[dtype]), len(header) + start)
+
+    def digest(start: int) -> str:
+        nbytes = min(GRANULE_BYTES, layout.nbytes - start)
+        return blake3(libc.view(base + len(header) + start, nbytes)).hexdigest()
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(write, range(0, layout.nbytes, page_bytes)))
+        for entry in layout.tensors:
+            if len(entry.shape) == 1:  # of norms
+                ones = torch.ones(entry.shape, dtype=DTYPES[dtype]).view(torch.uint8).numpy()
+                os.pwrite(fd, memoryview(ones), len(header) + entry.offset)
+        granules = tuple(threads.map(digest, range(0, layout.nbytes, GRANULE_BYTES)))
+    libc.munmap(base, len(header) + layout.nbytes)
+    os.close(fd)
+    return Shard(rank, path.name, len(header), layout.nbytes, granules, layout.tensors, layout.layers)
 
 
 def _random_bytes(seed: int, nbytes: int, dtype: torch.dtype) -> memoryview:

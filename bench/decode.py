@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, StaticCache
 from bench.report import Bar, report
 from bench.synthetic import LLAMA_8B, make_model
 from engine.engine import Engine
-from engine.graphs import DecodeGraph, graph_bytes
+from engine.graphs import DecodeGraph, graph_bytes, graphs_of
 from engine.model import BoundModel
 from engine.request import EngineReport, GenerationRequest, RequestFailed, SamplingParams, Tokens
 from swapper.cuda_driver import CudaDevice
@@ -61,7 +61,8 @@ class GraphTimes:
         DecodeGraph.replay = timed  # type: ignore[method-assign]
 
     def take(self, bucket: int) -> list[float]:
-        """Milliseconds of each replay of a bucket since the last call."""
+        """Milliseconds of each replay of a bucket since the last call; graphs that were missed are there afterwards."""
+        graphs_of(torch.device("cuda:0")).wait_recorded(PATIENCE)  # nobody may wait for the device meanwhile
         events, self._events = self._events, []
         torch.cuda.synchronize()
         return [began.elapsed_time(ended) for size, began, ended in events if size == bucket]

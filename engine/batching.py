@@ -76,9 +76,9 @@ class Step:
         """Whether a request takes part whose client waits for its first token."""
         return any(not chunk.sequence.is_answered for chunk in self.chunks)
 
-    def choose(self, logits: torch.Tensor) -> Choice:
-        """The next tokens, when the pass has been launched. `logits` may be written to."""
-        return Choice(logits, self.rows())
+    def choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None = None) -> Choice:
+        """The next tokens, when the pass has been launched. Arguments are `Choice`'s."""
+        return Choice(logits, self.rows(), likeliest)
 
     def rows(self) -> list[SamplingRow]:
         rows = [

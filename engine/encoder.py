@@ -29,6 +29,7 @@ class EncoderModel:
 
     kv_bytes_per_token = 0
     grammars: Grammars | None = None
+    likeliest: torch.Tensor | None = None  # it samples nothing
 
     def __init__(self, weights: WeightRegion, image: Image, module: PreTrainedModel, how: Embedding) -> None:
         self.name = image.manifest.model

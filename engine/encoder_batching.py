@@ -50,7 +50,7 @@ class EncoderStep:
         """Whether a request takes part that has not been in a pass before."""
         return any(not encoding.started for encoding in self.encodings)
 
-    def choose(self, output: torch.Tensor) -> Vectors:
+    def choose(self, output: torch.Tensor, likeliest: torch.Tensor | None = None) -> Vectors:
         return Vectors(output)
 
 

@@ -75,6 +75,8 @@ class GpuPasses:
         self._row = decode_row(device, kv_blocks(context_length))
         self._owner = object()  # of the graphs; another model may come to have this one's name and addresses
         weakref.finalize(self, self._graphs.forget, self._owner)
+        self.likeliest: torch.Tensor | None = None
+        """The likeliest token of each row of the last pass, as `find_likeliest` has it, if a graph has found them."""
 
     def forward(
         self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
@@ -93,6 +95,7 @@ class GpuPasses:
     def _forward(
         self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
     ) -> torch.Tensor:
+        self.likeliest = None
         bucket = bucket_of(len(batch.slices)) if decodes_only(batch) else None
         if bucket is not None and self._graphs.may_record(self._owner) and self._is_ready(self._nbytes):
             gate(self._nbytes)  # a graph has no gates
@@ -105,6 +108,7 @@ class GpuPasses:
         key = GraphKey(self._owner, cache.region.address, bucket)
         graph = self._graphs.find(key)
         if graph is not None:
+            self.likeliest = graph.likeliest
             return graph.replay()
         inputs = self._row.tensors(bucket)
         logits = self._eager(inputs, cache, gate)

@@ -23,15 +23,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from engine.sampling import find_likeliest
 from engine.step_inputs import MAX_DECODES
 from engine.workspace import GRAPH_BYTES
 from swapper.cuda_driver import capture_lock
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, MAX_DECODES)
 """Numbers of sequences that graphs are recorded for; more run without a graph."""
@@ -56,10 +59,11 @@ class GraphKey:
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """One recorded pass, and the logits that it writes."""
+    """One recorded pass, and what it writes."""
 
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
+    likeliest: torch.Tensor  # of each row, as `find_likeliest` has it
     nbytes: int  # that the pool and the driver took for it
 
     def replay(self) -> torch.Tensor:
@@ -163,9 +167,9 @@ class GraphCache:
         with torch.inference_mode(), torch.cuda.stream(stream), capture_lock:
             if self._pool is None:
                 self._begin_pool()
-            logits = self._capture(graph, run)
+            logits, likeliest = self._capture(graph, lambda: _with_likeliest(run()))
         left, _ = torch.cuda.mem_get_info(self._device)
-        return DecodeGraph(graph, logits, max(0, free - left))
+        return DecodeGraph(graph, logits, likeliest, max(0, free - left))
 
     def _prepared_stream(self) -> torch.cuda.Stream:
         """The stream that all graphs are recorded on, with what libraries allocate for it and for this thread."""
@@ -184,7 +188,7 @@ class GraphCache:
         self._capture(anchor, lambda: torch.zeros(1, device=self._device))
         self._anchors.append(anchor)
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T]) -> T:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = run()
@@ -194,6 +198,10 @@ class GraphCache:
             raise
         graph.capture_end()
         return result
+
+
+def _with_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits, find_likeliest(logits)
 
 
 @cache

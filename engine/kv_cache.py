@@ -68,6 +68,7 @@ class KvLayer:
     width: int
     key_width: int  # of all heads together
     row_stride: int
+    offset: int  # of its rows from the cache's anchor, in elements
 
 
 class PagedKvCache:
@@ -85,11 +86,14 @@ class PagedKvCache:
         self.block_elements = layout.block_bytes // layout.dtype.itemsize
         unit = math.gcd(self.block_elements, *map(row_width, layout.layers.values()))
         self.block_stride = self.block_elements // unit
+        # Memory of the same type that is always there, for kernels to count from.
+        self.anchor = torch.empty(16, dtype=layout.dtype, device=self.device)
         self.layers: dict[int, KvLayer] = {}
         start = 0
         for index, shape in layout.layers.items():
             width = row_width(shape)
             count = max(0, (elements.numel() - start - width) // unit + 1)
             rows = elements.as_strided((count, width), (unit, 1), start)
-            self.layers[index] = KvLayer(shape, rows, width, shape.heads * shape.key_width, width // unit)
+            offset = (rows.data_ptr() - self.anchor.data_ptr()) // layout.dtype.itemsize
+            self.layers[index] = KvLayer(shape, rows, width, shape.heads * shape.key_width, width // unit, offset)
             start += width * KV_BLOCK_TOKENS

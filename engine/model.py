@@ -54,6 +54,10 @@ class ModelRunnerProtocol(Protocol):
     kv_bytes_per_token: int
     grammars: Grammars | None
 
+    @property
+    def likeliest(self) -> torch.Tensor | None:
+        """What `find_likeliest` says of the last pass, if that is known already; padded to more rows, maybe."""
+
     def forward(
         self, batch: StepBatch, kv: KvCache, gate: PageGate, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -132,6 +136,10 @@ class BoundModel:
             stage = Stage(mesh, architecture.hidden_width, kv.dtype, torch.device(shard.region.device))
             stage.keep(module, architecture, own)
         return BoundModel(shard, image, bind_weights(module, image, shard), kv, stage)
+
+    @property
+    def likeliest(self) -> torch.Tensor | None:
+        return None if self._gpu is None else self._gpu.likeliest
 
     def kv_cache(self, region: Region) -> PagedKvCache:
         return PagedKvCache(region, self.kv_layout)

@@ -64,7 +64,7 @@ class Planned(Protocol):
     @property
     def is_awaited(self) -> bool: ...
 
-    def choose(self, output: torch.Tensor) -> Results: ...
+    def choose(self, output: torch.Tensor, likeliest: torch.Tensor | None = None) -> Results: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class ModelRunner:
         self._may_give_way = not self._is_urgent
         with _blame():
             logits = self._model.forward(step.batch, self._kv, self._at_layer, tokens)
-            launched = _Launched(step, step.choose(logits))
+            launched = _Launched(step, step.choose(logits, self._model.likeliest))
         if self._last_launch is not None:
             self._last_launch.record(self._stream)
         return launched

@@ -62,23 +62,32 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled | 
     return Choice(logits, rows).take()
 
 
+def find_likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`[2, rows]` integers: the likeliest token of each row, and whether the row's logits are finite."""
+    highest, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+    return torch.stack((tokens, torch.isfinite(highest).long()))
+
+
 class Choice:
     """A batch's next tokens, chosen on the device and on their way to the host. Nobody waits for them before `take`."""
 
-    def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-        """`logits` may be written to."""
-        highest, tokens = logits.max(dim=-1)  # a NaN anywhere in a row is its maximum
+    def __init__(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], likeliest: torch.Tensor | None = None
+    ) -> None:
+        """`logits` may be written to. `likeliest` is what `find_likeliest` says of them and maybe rows behind them."""
         self._rows = rows
-        self._finite = torch.isfinite(highest)
         self._reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        given = [i for i, row in enumerate(rows) if row.given is not None]
+        self._chosen = [i for i, row in enumerate(rows) if row.given is None and not _takes_the_likeliest(row)]
+        # Each operation lets other threads have the interpreter, and a decode should not wait for them often.
+        found = find_likeliest(logits) if likeliest is None else likeliest
+        tokens = found[0, : len(rows)]
         # Before penalties are written to the logits.
         self._raw = torch.log_softmax(_select(logits, self._reported), dim=-1) if self._reported else None
-        given = [i for i, row in enumerate(rows) if row.given is not None]
         if given:
             tokens = _put(tokens, given, _index([rows[i].given or 0 for i in given], logits.device))
-        self._chosen = [i for i, row in enumerate(rows) if row.given is None and not _takes_the_likeliest(row)]
         self._draw = _Draw(_select(logits, self._chosen), [rows[i] for i in self._chosen]) if self._chosen else None
-        self._reached = None
+        self._reached: torch.Tensor | None = None
         if self._draw is not None:
             drawn, self._reached = self._draw.tokens(TOP_P_PREFIX)
             tokens = _put(tokens, self._chosen, drawn)
@@ -86,14 +95,20 @@ class Choice:
         """On the device. Any token, but one of the vocabulary, where logits are not finite."""
         self.revised = False
         """Whether `take` has found that some row needed a longer look, and replaced `tokens`."""
-        self._parts = self._send()
+        # A longer look may need it when the next pass has put something else in its place.
+        self._finite = found[1, : len(rows)] if self._draw is None else found[1, : len(rows)].clone()
+        self._is_found = not (self._chosen or given or self._reported)  # nothing else is to be told
+        self._sent = _Sent(found) if self._is_found else self._send()
 
     def take(self) -> list[Sampled | None]:
         """The tokens, once they are here."""
-        parts = self._parts.take()
-        if self._draw is not None and not all(
-            r or not parts[0][i] for i, r in zip(self._chosen, parts[2], strict=True)
-        ):
+        if self._is_found:
+            (numbers,) = self._sent.take()
+            finite = numbers[len(numbers) // 2 :]
+            return [Sampled(int(numbers[i])) if finite[i] else None for i in range(len(self._rows))]
+        parts = self._sent.take()
+        finite, _tokens, reached, *_ = parts
+        if self._draw is not None and not all(r or not finite[i] for i, r in zip(self._chosen, reached, strict=True)):
             self.tokens = _put(self.tokens, self._chosen, self._draw.tokens(self._draw.vocabulary)[0])
             self.revised = True
             parts = self._send().take()
@@ -148,14 +163,15 @@ class _Sent:
 
     def __init__(self, *parts: torch.Tensor | None) -> None:
         self._sizes = [0 if part is None else part.numel() for part in parts]
-        self._flat = torch.cat([part.flatten().double() for part in parts if part is not None])
+        there = [part for part in parts if part is not None]
+        flat = there[0].view(-1) if len(there) == 1 else torch.cat([part.flatten().double() for part in there])
         self._arrived: torch.cuda.Event | None = None
-        if self._flat.is_cuda:
-            self._flat = torch.empty_like(self._flat, device="cpu", pin_memory=True).copy_(
-                self._flat, non_blocking=True
-            )
+        if flat.is_cuda:
+            pinned = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            flat = pinned.copy_(flat, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
+        self._flat = flat
 
     def take(self) -> list[list[float]]:
         if self._arrived is not None:

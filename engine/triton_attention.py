@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from engine.kv_cache import KvLayer, PagedKvCache
 from engine.step_inputs import StepTensors
 from engine.triton_kernels import attend_kernel, combine_kernel, write_kernel
 from swapper.geometry import KV_BLOCK_TOKENS
 
-_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _MAX_SPLITS = 64  # of a decode's keys; the kernel that combines holds that many at once
 _PROGRAMS = 512  # that a launch of decodes should have: about four for each multiprocessor
 
@@ -36,8 +34,8 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, cache: PagedKv
     keys, values = shape.heads * shape.key_width, shape.heads * shape.value_width
     write_kernel[(key.shape[2],)](
         key, value, key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-        layer.rows.data_ptr(), cache.block_elements, layer.width, inputs.slots,
-        KIND=_KINDS[cache.dtype], KEY=shape.key_width, VALUE=shape.value_width, KEYS=keys, VALUES=values,
+        cache.anchor, layer.offset, cache.block_elements, layer.width, inputs.slots,
+        KEY=shape.key_width, VALUE=shape.value_width, KEYS=keys, VALUES=values,
         KEYS_PAD=triton.next_power_of_2(keys), VALUES_PAD=triton.next_power_of_2(values),
         BLOCK_TOKENS=KV_BLOCK_TOKENS,
     )  # fmt: skip
@@ -70,10 +68,17 @@ def attend(
         "CAPPED": softcap is not None,
         "SINKS": sinks is not None,
         "BLOCK_TOKENS": KV_BLOCK_TOKENS,
-        "KIND": _KINDS[cache.dtype],
     }
     least_rows = max(16, triton.next_power_of_2(group))
-    head_and_cache = (query, query.stride(1), query.stride(2), layer.rows.data_ptr(), cache.block_elements, layer.width)
+    head_and_cache = (
+        query,
+        query.stride(1),
+        query.stride(2),
+        cache.anchor,
+        layer.offset,
+        cache.block_elements,
+        layer.width,
+    )
     extras = (
         out if sinks is None else sinks,
         shape.key_width**-0.5 if scaling is None else scaling,

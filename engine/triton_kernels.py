@@ -1,6 +1,7 @@
 """Paged attention's GPU kernels: writing keys and values into the block-major cache, and attending over it.
 
-`engine/triton_attention.py` launches them, and says how they go together.
+`engine/triton_attention.py` launches them, and says how they go together. A layer's rows are given as an offset from an
+anchor, a tensor of their type: of a tensor's own address Triton asks the driver, which knows none of an unmapped page.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -14,20 +15,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows_at(address, KIND: tl.constexpr):
-    """A layer's rows, from their address: of a tensor, Triton would ask the driver, which knows no unmapped page."""
-    return tl.multiple_of(address.to(tl.pointer_type(KIND)), [16])
-
-
-@triton.jit
 def write_kernel(
     keys, values, key_head, key_token, value_head, value_token,
-    rows_address, block_stride, row_width, slots,
-    KIND: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    anchor, rows_offset, block_stride, row_width, slots,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     KEYS_PAD: tl.constexpr, VALUES_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Put one packed token's keys and values of all heads into its row of the cache; slot -1 has none."""
-    rows = _rows_at(rows_address, KIND)
+    rows = anchor + rows_offset
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -43,16 +38,16 @@ def write_kernel(
 @triton.jit(do_not_specialize=["sequences", "window"])
 def attend_kernel(
     query, query_head, query_token,
-    rows_address, block_stride, row_width,
+    anchor, rows_offset, block_stride, row_width,
     starts, contexts, tables, cumulated, blocks, sequences,
     sinks, scale, softcap, window,
     out, partial, partial_max, partial_sum,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KIND: tl.constexpr,
+    DECODE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of one key head's queries over one split of the keys. Softmax is in powers of two."""
-    rows = _rows_at(rows_address, KIND)
+    rows = anchor + rows_offset
     TILE: tl.constexpr = BLOCK_M // GROUP  # tokens of a tile
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -64,13 +64,14 @@ class _Lane:
         # Whoever asks for copies bounds them: the pager has `depth` reads and a few fills under way.
         self._under_way: queue.SimpleQueue[tuple[Future[float], Any, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # copies are queued in the order of the stream
+        self._spare: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()  # pairs of events, of copies that ended
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
         self._thread.start()
 
     def copy(self, pieces: Sequence[Piece]) -> Future[float]:
         future: Future[float] = Future()
         self._device.enter()
-        begin, end = (call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC) for _ in range(2))
+        begin, end = self._events()
         with self._lock:
             call(driver.cuEventRecord, begin, self._stream)
             for source, target, nbytes in pieces:
@@ -79,10 +80,20 @@ class _Lane:
             self._under_way.put((future, begin, end))
         return future
 
+    def _events(self) -> tuple[Any, Any]:
+        try:
+            return self._spare.get_nowait()
+        except queue.Empty:
+            flag = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+            return call(driver.cuEventCreate, flag), call(driver.cuEventCreate, flag)
+
     def close(self) -> None:
         self._under_way.put(None)
         self._thread.join()
         self._device.enter()
+        while not self._spare.empty():
+            for event in self._spare.get():
+                call(driver.cuEventDestroy, event)
         call(driver.cuStreamDestroy, self._stream)
 
     def _wait(self) -> None:
@@ -92,8 +103,7 @@ class _Lane:
             try:
                 call(driver.cuEventSynchronize, end)
                 seconds = call(driver.cuEventElapsedTime, begin, end) / 1e3
-                call(driver.cuEventDestroy, begin)
-                call(driver.cuEventDestroy, end)
+                self._spare.put((begin, end))
             except DeviceError as error:
                 future.set_exception(error)
             else:

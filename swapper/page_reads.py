@@ -21,6 +21,7 @@ from swapper.image import Shard
 from swapper.page_work import Alias, Read
 from swapper.paged_shard import PagedShard
 from swapper.peer_link import PeerLink
+from swapper.peers import Holders
 from swapper.readers import Reader, ReadResult, ShardFile
 from swapper.verify import check_granules
 
@@ -45,32 +46,24 @@ class PageReads:
         self._lost = lost
         self._opening = threading.Lock()
 
-    def alias(self, work: Alias) -> None:
-        """Map a frame that holds the page's bytes already."""
+    def start(self, run: Sequence[Alias | Read]) -> None:
+        """Map a run of pages; those whose frames do not hold their bytes already are then filled."""
+        shard, first = run[0].task.job.shard, run[0].task.page
         begun = time.perf_counter()
         try:
-            self._pool.map(work.task.job.shard.region, work.task.page, work.content.frame)
+            self._pool.map(shard.region, first, *(page.content.frame for page in run))
         except (GswapdError, OSError) as error:
-            self._lost([work], error)
-        else:
-            self._arrived([work], "alias", {"map": time.perf_counter() - begun})
-
-    def start(self, reads: Sequence[Read]) -> None:
-        """Map a run of pages, then have them filled."""
-        shard, first = reads[0].task.job.shard, reads[0].task.page
-        begun = time.perf_counter()
-        try:
-            self._pool.map(shard.region, first, *(read.content.frame for read in reads))
-        except (GswapdError, OSError) as error:
-            self._lost(reads, error)
+            self._lost(run, error)
             return
-        mapping = (time.perf_counter() - begun) / len(reads)
-        holders = reads[0].task.job.holders
-        for link, its in groupby(reads, lambda read: holders.find(read.content.key) if holders else None):
-            if link is not None:
-                self._borrow(link, tuple(its), mapping)
+        mapping = (time.perf_counter() - begun) / len(run)
+        holders = run[0].task.job.holders
+        for kind, its in groupby(run, lambda page: _way_of(page, holders)):
+            if kind == "fill":
+                self._fill([page for page in its if isinstance(page, Read)], mapping)
+            elif isinstance(kind, str):
+                self._arrived(tuple(its), "alias", {"map": mapping})
             else:
-                self._fill(tuple(its), mapping)
+                self._borrow(kind, [page for page in its if isinstance(page, Read)], mapping)
 
     def _borrow(self, link: PeerLink, reads: Sequence[Read], mapping: float) -> None:
         """Copy adjacent pages from a neighbour's frames."""
@@ -168,6 +161,13 @@ class PageReads:
         # Before the frames are given up: nobody else may be handed one while a page still shows it.
         self._pool.unmap(reads[0].task.job.shard.region, reads[0].task.page, len(reads))
         self._lost(reads, error)
+
+
+def _way_of(page: Alias | Read, holders: Holders | None) -> PeerLink | str:
+    """How a mapped page gets its bytes: "alias", it has them; from a neighbour; or "fill"."""
+    if isinstance(page, Alias):
+        return "alias"
+    return (holders.find(page.content.key) if holders is not None else None) or "fill"
 
 
 def check_file(shard: Shard, path: Path) -> None:

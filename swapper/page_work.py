@@ -52,10 +52,10 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRun:
-    """Reads of adjacent pages of one shard: their frames can be mapped together."""
+class Run:
+    """Adjacent pages of one shard: their frames can be mapped together."""
 
-    reads: tuple[Read, ...]
+    pages: tuple[Alias | Read, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Save:
     content: Content[PageTask]
 
 
-Work = Tell | TakeApart | Alias | ReadRun | Save
+Work = Tell | TakeApart | Run | Save
 
 SAVES_AT_ONCE = 2
 """Enough to keep a copy engine busy, and few enough to be out of the way when a page-in is asked for."""
@@ -141,7 +141,7 @@ class PageWork:
                 return self._next_save()
             work = self._find_frame(task)
             if work is not None:
-                return self._run_from(work) if isinstance(work, Read) else work
+                return self._run_from(work)
 
     def arrived(self, work: Alias | Read, source: str, stages: Mapping[str, float]) -> None:
         """A page is mapped and holds its bytes."""
@@ -239,25 +239,21 @@ class PageWork:
             self._queue.popleft()
         return None
 
-    def _run_from(self, read: Read) -> ReadRun:
-        """A read, and those of the pages behind it that can go with it."""
-        reads = [read]
-        job, page = read.task.job, read.task.page + 1
-        while (
-            len(reads) < self._run
-            and self._reading < self._depth
-            and job.next == page < job.last
-            and not job.failed
-            and self._pool.free
-            and self._contents.find(job.shard.key(page)) is None
-        ):
+    def _run_from(self, first: Alias | Read) -> Run:
+        """A page, and those behind it that can go with it."""
+        run = [first]
+        job, page = first.task.job, first.task.page + 1
+        while len(run) < self._run and job.next == page < job.last and not job.failed:
+            content = self._contents.find(job.shard.key(page))
+            if (not content.ready) if content is not None else (self._reading == self._depth or not self._pool.free):
+                break
             job.next += 1
             following = self._find_frame(PageTask(job, page))
-            if not isinstance(following, Read):  # the last frame was taken meanwhile, and the page-in has failed
+            if following is None:  # the last frame was taken meanwhile, and the page-in has failed
                 break
-            reads.append(following)
+            run.append(following)
             page += 1
-        return ReadRun(tuple(reads))
+        return Run(tuple(run))
 
     def _next_save(self) -> Save | None:
         if self._tier is None or not self._tier.is_ready:

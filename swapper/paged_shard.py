@@ -105,6 +105,7 @@ class PagedShard:
         self._resident = 0
         self._changed = threading.Condition(lock)
         self._losses = 0  # how often waits were ended
+        self._awaited: list[int] = []  # of bytes, by those who wait
 
     @property
     def resident(self) -> int:
@@ -125,13 +126,20 @@ class PagedShard:
         """
         with self._changed:
             losses = self._losses
-            while not self.is_ready(nbytes):
-                # Losses are counted because a retry may have been asked for before this thread ran again.
-                if self.waits_end is not None or self._losses != losses:
-                    raise PageInAborted(self.waits_end or f"The page-in of {self.model} failed.")
-                if given_up is not None and given_up():
-                    raise PageInAborted(f"Waiting for pages of {self.model} was given up.")
-                self._changed.wait()
+            self._awaited.append(nbytes)
+            try:
+                self._wait(nbytes, losses, given_up)
+            finally:
+                self._awaited.remove(nbytes)
+
+    def _wait(self, nbytes: int, losses: int, given_up: Callable[[], bool] | None) -> None:
+        while not self.is_ready(nbytes):
+            # Losses are counted because a retry may have been asked for before this thread ran again.
+            if self.waits_end is not None or self._losses != losses:
+                raise PageInAborted(self.waits_end or f"The page-in of {self.model} failed.")
+            if given_up is not None and given_up():
+                raise PageInAborted(f"Waiting for pages of {self.model} was given up.")
+            self._changed.wait()
 
     def wake(self) -> None:
         """Have waits look at their `given_up` again."""
@@ -154,9 +162,10 @@ class PagedShard:
         return self.hashes[page], self.extent(page)[1]
 
     def publish(self, resident: int) -> None:
-        """Move the end of the resident prefix and tell those who wait for it."""
+        """Move the end of the resident prefix and tell those who wait, if it is far enough for one of them."""
         self._resident = resident
-        self._changed.notify_all()
+        if any(map(self.is_ready, self._awaited)):
+            self._changed.notify_all()
 
     def wait_still(self, timeout: float) -> bool:
         """Wait until no page is in flight; returns whether that is so."""

@@ -32,7 +32,7 @@ from swapper.frames import FramePool
 from swapper.host_tier import HostTier
 from swapper.image import Shard
 from swapper.page_reads import PageReads, check_file
-from swapper.page_work import Alias, PageWork, Read, ReadRun, Save, TakeApart, Tell, Work
+from swapper.page_work import Alias, PageWork, Read, Run, Save, TakeApart, Tell, Work
 from swapper.paged_shard import Done, PagedShard, PageIn, PageInResult, PageTask, SourceBytes
 from swapper.peers import Holders, Peers
 from swapper.readers import Reader
@@ -248,10 +248,8 @@ class Pager:
                 # In a thread of its own: the forward pass that it waits for must not hold up other models' pages.
                 apart = threading.Thread(target=self._take_apart, args=(work.shard,), name="take apart", daemon=True)
                 apart.start()
-            case Alias():
-                self._reads.alias(work)
-            case ReadRun():
-                self._reads.start(work.reads)
+            case Run():
+                self._reads.start(work.pages)
             case Save():
                 self._save(work)
 

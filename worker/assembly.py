@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,11 @@ GPU_DEPTH, GPU_RUN = 16, 4
 PEERS_DEPTH, PEERS_RUN = 32, 8
 """The same where neighbours help. Two H200 took 87 GB/s together with these and 73 with the ones above; a model that a
 neighbour held came at 328 GB/s, and at 254."""
+
+
+GPU_SWITCH_INTERVAL = 0.0001
+"""Seconds after which a thread that computes in Python lets another one in. On a GPU a decode is launched in two
+milliseconds of Python that give way at each call of the driver, and the pager takes half of a processor meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ def _on_cpu(spec: WorkerSpec) -> _Parts:
 def _on_gpu(spec: WorkerSpec) -> _Parts:
     if spec.reader not in ("auto", "kvikio"):
         raise ConfigError(f"The reader {spec.reader!r} cannot read into a GPU's memory; use kvikio, or auto.")
+    sys.setswitchinterval(GPU_SWITCH_INTERVAL)
     from engine.rehearsal import Rehearsals
     from swapper.cuda_copier import CudaCopier
     from swapper.cuda_driver import CudaDevice

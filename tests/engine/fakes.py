@@ -72,6 +72,10 @@ class FakeModel:
     )  # of each pass, whether it was launched before its tokens were known
     layers_done: list[int] = field(default_factory=list)
 
+    @property
+    def likeliest(self) -> None:
+        """It finds nothing by the way."""
+
     def kv_cache(self, region: Region) -> FakeKv:
         return FakeKv(region)
 

@@ -151,7 +151,7 @@ def test_a_blank_region_can_be_touched_everywhere_and_costs_a_page(device: CudaD
         page_words(region, 3).fill_(7)
         assert page_words(region, 99).eq(7).all()
         assert pool.free == pool.frames
-    assert device.free_bytes() == before
+    assert before - device.free_bytes() < PAGE
 
 
 def test_unmapping_waits_for_the_guard_of_the_region_alone(pool: CudaFramePool) -> None:

@@ -24,9 +24,13 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A packed forward pass. `sampled` are the packed rows whose logits are wanted, in the order of the result."""
+    """A packed forward pass. `sampled` are the packed rows whose logits are wanted, in the order of the result.
+
+    `in_one` says that it may run as one piece, without a wait between layers: on a mesh, everything is in on all ranks.
+    """
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
     slices: tuple[SequenceSlice, ...]
     sampled: tuple[int, ...]
+    in_one: bool = True

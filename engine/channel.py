@@ -41,7 +41,6 @@ class Channel:
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
             connection.setsockopt(socket.IPPROTO_TCP, option, 3)
         self._connection = connection
-        self._reader = connection.makefile("rb")
         self._lock = threading.Lock()  # messages of several threads must not mix
 
     def send(self, message: Message) -> None:
@@ -63,7 +62,7 @@ class Channel:
         self._connection.close()
 
     def _read(self, count: int) -> bytes:
-        data = self._reader.read(count)
+        data = self._connection.recv(count, socket.MSG_WAITALL)
         if len(data) < count:
             raise ConnectionResetError("the connection was closed")
         return data

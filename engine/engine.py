@@ -17,7 +17,10 @@ from functools import partial
 from engine.batching import Batcher
 from engine.blocks import BlockManager
 from engine.encoder_batching import EncoderBatcher
+from engine.follower import FollowerEngine
 from engine.kv_keeper import HostRoom, KvKeeper
+from engine.leader import Leader
+from engine.mesh import Mesh
 from engine.model import ModelRunnerProtocol
 from engine.recorder import Recorder
 from engine.request import EngineReport, Request, RequestFailed
@@ -30,6 +33,39 @@ from swapper.pager import PagedShard
 
 PASS_TIMEOUT = 60.0
 """Seconds within which a forward pass that computes must end; a longer one is taken for a hang."""
+
+
+def open_engine(
+    pool: FramePool,
+    emit: Callable[[Sequence[EngineReport]], None],
+    *,
+    mesh: Mesh | None = None,
+    max_batch_tokens: int = 512,
+    max_batch_sequences: int = 64,
+    compute_threads: int = 1,
+    suspended_bytes: int = 0,
+    recorder: Recorder | None = None,
+) -> Engine | FollowerEngine:
+    """The engine of a rank: the leader's, which a rank that is alone has, too, or a follower's. It closes the mesh."""
+    if mesh is not None and not mesh.rank.is_leader:
+        return FollowerEngine(
+            pool,
+            emit,
+            mesh,
+            max_batch_sequences=max_batch_sequences,
+            compute_threads=compute_threads,
+            recorder=recorder,
+        )
+    return Engine(
+        pool,
+        emit,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_sequences=max_batch_sequences,
+        compute_threads=compute_threads,
+        suspended_bytes=suspended_bytes,
+        recorder=recorder,
+        mesh=mesh if mesh is not None and mesh.rank.size > 1 else None,
+    )
 
 
 class Engine:
@@ -45,18 +81,23 @@ class Engine:
         compute_threads: int = 1,
         suspended_bytes: int = 0,
         recorder: Recorder | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """`emit` gets each model's reports in order, from that model's thread. It must not wait.
 
-        `suspended_bytes` of host memory may hold keys and values of suspended requests.
+        `suspended_bytes` of host memory may hold keys and values of suspended requests; on a mesh, which this leads
+        and closes, nothing is kept: they are computed again.
         """
         self._pool = pool
         self._emit = emit
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
         self._compute_threads = compute_threads
-        self._host_room = HostRoom(suspended_bytes)
+        self._host_room = HostRoom(suspended_bytes if mesh is None else 0)
+        self._leader = Leader(mesh) if mesh is not None else None
         self.recorder = recorder or Recorder()
+        if mesh is not None:
+            mesh.recorder = self.recorder
         self._turn = Turn()
         self._lock = threading.Lock()  # guards everything below
         self._models: dict[str, ModelRunner] = {}
@@ -73,8 +114,9 @@ class Engine:
             max_blocks = 1 if encodes else kv_blocks(model.context_length) * self._max_batch_sequences
             blocks = BlockManager(self._pool, model.kv_bytes_per_token or 1, max_blocks)
             batcher: AnyBatcher = self._encoder_batcher(model) if encodes else self._batcher(model, blocks)
+            led = self._leader.lead(model.name, shard, blocks.changes) if self._leader is not None else None
             runner = ModelRunner(
-                model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads, self.recorder
+                model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads, self.recorder, led
             )
             self._models[model.name] = runner
             for region in (blocks.region, shard.region):
@@ -171,8 +213,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether a forward pass is computing now; one that waits for pages is not.
 
-        Raises WorkerError once a batch loop has broken down: such an engine must be replaced.
+        Raises WorkerError once a batch loop or the mesh has broken down: such an engine must be replaced.
         """
+        if self._leader is not None and self._leader.mesh.broken is not None:
+            raise WorkerError(self._leader.mesh.broken)
         with self._lock:
             for name, runner in self._models.items():
                 if runner.broken is not None:
@@ -193,6 +237,8 @@ class Engine:
                 runner.stop()
         for name in names:
             self.remove(name, timeout)
+        if self._leader is not None:
+            self._leader.mesh.close()
 
     def _model(self, name: str) -> ModelRunner:
         with self._lock:

@@ -14,7 +14,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,16 +32,18 @@ from torch._C._distributed_c10d import (
 )
 
 from engine.channel import Channel, Message, accept, connect, listen
+from engine.recorder import Recorder
 from swapper.errors import WorkerError
 
 logger = logging.getLogger(__name__)
+
+_BYE = "bye"
 
 COLLECTIVE_TIMEOUT = 60.0
 """Seconds that a collective on a CPU waits for the other ranks."""
 
 ProcessGroup = Any  # Gloo's and NCCL's have the same methods, and no base class that torch's types know
 
-Failed = Callable[[str, int, str], None]
 Handler = Callable[[int, list[Any]], None]
 
 
@@ -112,7 +116,7 @@ class Mesh:
         self.rank = rank
         self.device = device
         self.traffic = Traffic()
-        self.on_failed: Failed = _nobody_listens
+        self.recorder = Recorder()  # the engine's takes its place
         self._store = store  # must outlive the groups
         self._stage = stage
         self._world = world
@@ -161,16 +165,17 @@ class Mesh:
         self.break_(lost)
         raise WorkerError(lost)
 
-    def announce(self, model: str, epoch: int, message: str) -> None:
-        """Tell every other rank that a page-in failed here: their `on_failed(model, epoch, message)` is called."""
-        self.tell(["failed", model, epoch, message])
-
     @property
     def broken(self) -> str | None:
         """Why the mesh cannot work any more."""
         return self._broken
 
-    def break_(self, reason: str) -> None:
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is neither broken nor closed."""
+        return self._broken is None and not self._closed
+
+    def break_(self, reason: str, level: int = logging.ERROR) -> None:
         """Give the mesh up: the other ranks learn of it by the end of their channels."""
         with self._lock:
             if self._broken is not None or self._closed:
@@ -179,7 +184,7 @@ class Mesh:
             callbacks = list(self._when_broken)
             for channel in self._channels.values():
                 channel.close()
-        logger.error("The mesh of rank %d is broken: %s", self.rank.rank, reason)
+        logger.log(level, "The mesh of rank %d is broken: %s", self.rank.rank, reason)
         for callback in callbacks:
             callback()
 
@@ -192,8 +197,12 @@ class Mesh:
             callback()
 
     def close(self) -> None:
-        """Leave the mesh. The others take it for broken, unless they leave it too."""
+        """Leave the mesh, which is broken then for the others."""
         with self._lock:
+            if not self._closed and self._broken is None:
+                for channel in self._channels.values():
+                    with suppress(OSError):
+                        channel.send([_BYE])
             self._closed = True
             for channel in self._channels.values():
                 channel.close()
@@ -206,10 +215,10 @@ class Mesh:
         try:
             while True:
                 message = channel.receive()
-                if message[0] == "failed":
-                    self._failed(peer, message)
-                else:
-                    handler(peer, message)
+                if message[0] == _BYE:
+                    self.break_(f"Rank {peer} has left the mesh.", logging.INFO)
+                    return
+                handler(peer, message)
         except OSError as error:
             self.break_(f"Rank {peer} of the mesh is lost: {error}")
         except WorkerError as error:
@@ -217,13 +226,6 @@ class Mesh:
         except Exception as error:
             logger.exception("A message of rank %d could not be handled.", peer)
             self.break_(f"A message of rank {peer} could not be handled: {error!r}")
-
-    def _failed(self, peer: int, message: list[Any]) -> None:
-        if self.rank.is_leader:
-            for other in self._channels:
-                if other != peer:
-                    self.tell(message, other)
-        self.on_failed(*message[1:])
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None or self._closed:
@@ -233,12 +235,11 @@ class Mesh:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks of the stage, in place."""
-        if self._stage is None:
-            return tensor
-        self.traffic.count("all_reduce", tensor)
-        options = AllreduceOptions()
-        options.asyncOp = False
-        self._stage.allreduce([tensor], options).wait()
+        if self._stage is not None:
+            options = AllreduceOptions()
+            options.asyncOp = False
+            with self._moving("all_reduce", tensor):
+                self._stage.allreduce([tensor], options).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -246,27 +247,32 @@ class Mesh:
         if self._stage is None:
             return tensor[None]
         gathered = tensor.new_empty(self.rank.tp * tensor.numel())
-        self.traffic.count("all_gather", gathered)
         options = AllgatherOptions()
         options.asyncOp = False
-        self._stage._allgather_base(gathered, tensor.flatten(), options).wait()
+        with self._moving("all_gather", gathered):
+            self._stage._allgather_base(gathered, tensor.flatten(), options).wait()
         return gathered.view(self.rank.tp, *tensor.shape)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         assert self._world is not None
-        self.traffic.count("send", tensor)
-        self._world.send([tensor.contiguous()], rank, 0).wait()
+        with self._moving("send", tensor):
+            self._world.send([tensor.contiguous()], rank, 0).wait()
 
     def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Fill a tensor with what a rank sends."""
         assert self._world is not None
-        self.traffic.count("receive", tensor)
-        self._world.recv([tensor], rank, 0).wait()
+        with self._moving("receive", tensor):
+            self._world.recv([tensor], rank, 0).wait()
         return tensor
 
-
-def _nobody_listens(model: str, epoch: int, message: str) -> None:
-    logger.warning("A page-in of %s failed on another rank: %s", model, message)
+    @contextmanager
+    def _moving(self, kind: str, tensor: torch.Tensor) -> Iterator[None]:
+        """Count a collective. On a GPU it is only launched here, so that is what a recording says of its time."""
+        self.traffic.count(kind, tensor)
+        began = time.perf_counter()
+        yield
+        if self.recorder.on:
+            self.recorder.add(kind, "", began, time.perf_counter() - began, nbytes=tensor.nbytes)
 
 
 def _join(rank: MeshRank, rendezvous: str, device: torch.device, timeout: float) -> Mesh:

@@ -135,7 +135,10 @@ class BoundModel:
         if mesh is not None and mesh.rank.pp > 1:
             stage = Stage(mesh, architecture.hidden_width, kv.dtype, torch.device(shard.region.device))
             stage.keep(module, architecture, own)
-        return BoundModel(shard, image, bind_weights(module, image, shard), kv, stage)
+        bind_weights(module, image, shard)
+        if stage is not None:
+            stage.connect(module, own)
+        return BoundModel(shard, image, module, kv, stage)
 
     @property
     def likeliest(self) -> torch.Tensor | None:

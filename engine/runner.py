@@ -8,6 +8,8 @@ On a GPU a pass is launched, not run: the next one goes behind it before its tok
 sequences' next token (`Batcher.plan_ahead`) and nobody waits for the turn or has left a command. Tokens then go from
 pass to pass on the GPU, which never waits for the host. Between two calls of `_pass` nothing is under way.
 
+On a mesh, the leader's runner leads the pass on all ranks (`engine/leader.py`), and a layer's pages must be in on each.
+
 A pass that lacks a layer's pages gives its turn away and waits for them. A command that cannot wait that long (a
 cancel, a grant, an abort) makes it give up: nothing of it is kept, and the next pass is planned anew.
 """
@@ -26,12 +28,13 @@ import torch
 
 from engine.batch import StepBatch
 from engine.blocks import BlockManager
+from engine.leader import LedModel
 from engine.model import ModelRunnerProtocol
 from engine.recorder import Recorder
-from engine.request import EngineReport
+from engine.request import EngineReport, KvReleased, Suspended
 from engine.streams import pass_stream
 from engine.turn import Turn
-from swapper.errors import PageInAborted
+from swapper.errors import PageInAborted, WorkerError
 from swapper.pager import PagedShard
 
 logger = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ class _PassFailed(Exception):
 def _blame() -> Iterator[None]:
     try:
         yield
-    except PageInAborted:
+    except (PageInAborted, WorkerError):  # a WorkerError breaks the loop
         raise
     except Exception as error:
         raise _PassFailed from error
@@ -131,8 +134,11 @@ class ModelRunner:
         emit: Emit,
         compute_threads: int,
         recorder: Recorder,
+        led: LedModel | None = None,
     ) -> None:
-        """`emit` is called from the model's thread, in order; it must neither wait nor call the engine."""
+        """`led` is the model on the other ranks of a mesh. `emit` is called from the model's thread, in order; it must
+        neither wait nor call the engine.
+        """
         self._model = model
         self._shard = shard
         self._blocks = blocks
@@ -140,7 +146,8 @@ class ModelRunner:
         self._stream = pass_stream(torch.device(blocks.region.device))
         on_gpu = self._stream is not None
         self._last_launch = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self.runs_ahead = on_gpu
+        self.runs_ahead = on_gpu and led is None
+        self._led = led
         self._batcher = batcher
         self._turn = turn
         self._emit = emit
@@ -201,6 +208,8 @@ class ModelRunner:
         """A command: say what is still to be said, then drop every sequence without a word."""
         self._report()
         self._batcher.clear()
+        if self._led is not None:
+            self._led.flush(wait=True)
 
     def fence(self, timeout: float) -> None:
         """Return once no pass is under way. Raises TimeoutError."""
@@ -228,6 +237,8 @@ class ModelRunner:
             if self._thread.is_alive():
                 raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
         self._batcher.clear()
+        if self._led is not None:
+            self._led.close()
         self._model.close()
         self._blocks.close()
 
@@ -302,8 +313,10 @@ class ModelRunner:
     def _launch(self, step: Planned, tokens: torch.Tensor | None = None) -> _Launched:
         self._is_urgent = step.is_awaited
         self._may_give_way = not self._is_urgent
+        batch = step.batch if self._led is None else self._led.begin(step.batch)
+        with _blame(), self._others():
+            logits = self._model.forward(batch, self._kv, self._at_layer, tokens)
         with _blame():
-            logits = self._model.forward(step.batch, self._kv, self._at_layer, tokens)
             launched = _Launched(step, step.choose(logits, self._model.likeliest))
         if self._last_launch is not None:
             self._last_launch.record(self._stream)
@@ -332,16 +345,36 @@ class ModelRunner:
         self._began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0
         self._at_gate = None
 
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """A forward pass, which other ranks take part in: they must not be left in the middle of it."""
+        try:
+            yield
+        except PageInAborted:
+            if self._led is not None:
+                self._led.give_up()
+            raise
+        except Exception as error:
+            if self._led is not None:
+                self._led.break_down(error)
+            raise
+
     def _at_layer(self, nbytes: int) -> None:
-        """The page gate of a layer, whose pass goes on when shard bytes `[0, nbytes)` are in."""
+        """The page gate of a layer, whose pass goes on when shard bytes `[0, nbytes)` are in, on every rank."""
+        if self._recorder.on:
+            self._record_layer()
+        led = self._led
+        if led is not None and led.is_granted(nbytes):
+            return
         if self._may_give_way:
             began = time.perf_counter()
             if self._turn.give_way():
                 self._may_give_way = False
                 self._giving_way = time.perf_counter() - began
-        if self._recorder.on:
-            self._record_layer()
-        if not self._shard.is_ready(nbytes):
+        if led is not None:
+            while not led.go_on(nbytes):
+                self._wait_for_pages(nbytes)
+        elif not self._shard.is_ready(nbytes):
             self._wait_for_pages(nbytes)
 
     def _wait_for_pages(self, nbytes: int) -> None:
@@ -349,7 +382,10 @@ class ModelRunner:
         began = time.perf_counter()
         self._turn.release()
         try:
-            self._shard.wait(nbytes, self._is_interrupted)
+            if self._led is None:
+                self._shard.wait(nbytes, self._is_interrupted)
+            else:
+                self._led.wait(nbytes, self._is_interrupted)
         finally:
             self._turn.acquire(urgent=self._is_urgent)
             self._paging += time.perf_counter() - began
@@ -359,6 +395,8 @@ class ModelRunner:
 
     def _report(self) -> None:
         reports = self._batcher.take_reports()
+        if self._led is not None:  # that frames are free is true when they are on all ranks
+            self._led.flush(wait=any(isinstance(report, KvReleased | Suspended) for report in reports))
         if reports:
             self._emit(reports)
 

@@ -80,7 +80,7 @@ class Stage:
         self._hidden: torch.Tensor  # of the pass under way
 
     def keep(self, module: PreTrainedModel, architecture: Architecture, own: range) -> None:
-        """Make a module run these layers only. Its forward raises StageEnd, unless this is the last stage."""
+        """Leave a module these layers only."""
         _, layers = decoder_layers(module)
         for index, layer in enumerate(layers):
             if index not in own:
@@ -89,6 +89,12 @@ class Stage:
         for path in architecture.outside_of(own):
             parent, _, name = path.rpartition(".")
             module.get_submodule(parent)._modules[name] = _Absent(self)
+
+    def connect(self, module: PreTrainedModel, own: range) -> None:
+        """Have the first layer take what the stage before has sent, and the last one send to the stage behind, after
+        which the forward raises StageEnd. Hooks run in the order in which they were registered: a layer's page gate
+        must have been before."""
+        _, layers = decoder_layers(module)
         if not self._rank.is_first:
             layers[own.start].register_forward_pre_hook(self._receive, with_kwargs=True)
         if not self._rank.is_last:
@@ -109,9 +115,9 @@ class Stage:
             self._mesh.send(logits.to(self._dtype), 0)
 
     def logits_of_last(self, rows: int, vocabulary: int) -> torch.Tensor:
-        """The last stage's logits on the leader; nothing on other ranks."""
+        """The last stage's logits on the leader; nothing that means anything on other ranks."""
         if not self._rank.is_leader:
-            return self._hidden.new_empty(0)
+            return self._hidden.new_zeros(rows, 1)
         logits = torch.empty(rows, vocabulary, dtype=self._dtype, device=self._device)
         return self._mesh.receive(logits, self._rank.size - self._rank.tp)
 

@@ -116,24 +116,28 @@ class PagedShard:
         """Whether data bytes `[0, nbytes)` are in."""
         return nbytes <= self._resident * self.page_bytes
 
-    def wait(self, nbytes: int, given_up: Callable[[], bool] | None = None) -> None:
-        """Return once data bytes `[0, nbytes)` are in.
+    def wait(
+        self, nbytes: int, given_up: Callable[[], bool] | None = None, also: Callable[[], bool] | None = None
+    ) -> None:
+        """Return once data bytes `[0, nbytes)` are in; with `also`, once that is true as well.
 
         Raises PageInAborted as soon as that cannot happen without a new page-in being asked for after a
-        failure, an `abort`, or a close; and once `given_up()` is true, which `wake` has looked at again. Being not
-        yet asked for is no reason to raise: extents are asked for one after another. Callers bound the wait by
+        failure, an `abort`, or a close; and once `given_up()` is true. `wake` has both functions looked at again. Being
+        not yet asked for is no reason to raise: extents are asked for one after another. Callers bound the wait by
         aborting (the worker's stall timer does).
         """
         with self._changed:
             losses = self._losses
             self._awaited.append(nbytes)
             try:
-                self._wait(nbytes, losses, given_up)
+                self._wait(nbytes, losses, given_up, also)
             finally:
                 self._awaited.remove(nbytes)
 
-    def _wait(self, nbytes: int, losses: int, given_up: Callable[[], bool] | None) -> None:
-        while not self.is_ready(nbytes):
+    def _wait(
+        self, nbytes: int, losses: int, given_up: Callable[[], bool] | None, also: Callable[[], bool] | None
+    ) -> None:
+        while not (self.is_ready(nbytes) and (also is None or also())):
             # Losses are counted because a retry may have been asked for before this thread ran again.
             if self.waits_end is not None or self._losses != losses:
                 raise PageInAborted(self.waits_end or f"The page-in of {self.model} failed.")
@@ -142,7 +146,7 @@ class PagedShard:
             self._changed.wait()
 
     def wake(self) -> None:
-        """Have waits look at their `given_up` again."""
+        """Have waits look at their `given_up` and `also` again."""
         with self._changed:
             self._changed.notify_all()
 

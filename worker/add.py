@@ -9,7 +9,7 @@ from engine.plan import pack_plan
 from engine.pooling import read_embedding
 from engine.support import check_supported
 from swapper.checkpoint import Checkpoint
-from swapper.errors import SourceError
+from swapper.errors import SourceError, UnsupportedModel
 from swapper.image import Image, Progress
 from swapper.packer import pack
 from swapper.store import Store
@@ -37,7 +37,9 @@ def add_model(
         checkpoint = Checkpoint(source)
         if read_embedding(checkpoint.path) is None:
             check_supported(checkpoint, tp, pp)
-        else:
+        elif tp * pp == 1:
             check_encoder(checkpoint)
+        else:
+            raise UnsupportedModel("Models of embeddings run on one GPU: add it with --tp 1 --pp 1.")
         pack(pack_plan(checkpoint, dtype, tp, pp), checkpoint, name, directory, progress)
     return store.open(name)

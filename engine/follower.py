@@ -1,0 +1,395 @@
+"""The engine of a rank that follows the leader: it plans nothing, samples nothing, and reports nothing of requests.
+
+One thread, the reader of the plan channel, obeys messages in their order. A pass of which everything is in runs in that
+thread. One whose pages are still coming runs in a thread of its own, which the reader lets run to the end of a segment
+and no further, so that segments of other models come in between where the leader put them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+
+from engine.batch import StepBatch
+from engine.batch_code import BatchDecoder
+from engine.blocks import FollowedBlocks
+from engine.mesh import Mesh
+from engine.model import ModelRunnerProtocol, PageGate
+from engine.recorder import Recorder
+from engine.request import EngineReport, GenerationRequest, KvReleased, Resumed, Suspended
+from engine.streams import pass_stream
+from swapper.errors import PageInAborted, WorkerError
+from swapper.frames import FramePool
+from swapper.geometry import kv_blocks
+from swapper.pager import PagedShard
+
+logger = logging.getLogger(__name__)
+
+PASS_TIMEOUT = 60.0
+"""Seconds within which a segment, and whatever the leader was asked, must end."""
+
+
+class _Followed:
+    """One model of a follower."""
+
+    def __init__(self, model: ModelRunnerProtocol, shard: PagedShard, blocks: FollowedBlocks) -> None:
+        self.model = model
+        self.shard = shard
+        self.blocks = blocks
+        self.kv = model.kv_cache(blocks.region)
+        self.ends = [extent.end for extent in shard.shard.layers]
+        self.decoder = BatchDecoder()
+        self.streamed: _StreamedPass | None = None  # whose pages are still coming
+        self.question = 0  # the latest that the leader has asked
+
+    def run(self, batch: StepBatch, gate: PageGate) -> None:
+        stream = pass_stream(torch.device(self.blocks.region.device))
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            try:
+                self.model.forward(batch, self.kv, gate)
+            finally:
+                if stream is not None:
+                    stream.synchronize()
+
+    def check(self, nbytes: int) -> None:
+        """The gate of a layer that the leader has granted."""
+        if not self.shard.is_ready(nbytes):
+            raise WorkerError(f"The leader has {self.model.name} run on pages that are not in.")
+
+
+class _StreamedPass:
+    """A pass in a thread of its own, which waits at the end of each segment."""
+
+    def __init__(self, followed: _Followed, batch: StepBatch, is_first: bool, threads: int) -> None:
+        self._followed = followed
+        self._is_first = is_first  # of the stages: the others wait for everything
+        self._changed = threading.Condition()
+        self._limit: int | None = 0
+        self._waiting = False
+        self._given_up = False
+        self._error: Exception | None = None
+        self.ended = False
+        self._thread = threading.Thread(
+            target=self._run, args=(batch, threads), name=f"pass of {followed.model.name}", daemon=True
+        )
+
+    def go_on(self, limit: int | None) -> None:
+        """Let it run as far as unit `limit` (None: to its end), and return when it is there. Raises what it raises."""
+        with self._changed:
+            self._limit, self._waiting = limit, False
+            if self._thread.ident is None:
+                self._thread.start()
+            self._changed.notify_all()
+            self._await(lambda: self._waiting or self.ended)
+
+    def give_up(self) -> None:
+        """End it where it waits, and return when it has ended."""
+        self.abandon()
+        with self._changed:
+            self._await(lambda: self.ended)
+
+    def abandon(self) -> None:
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(condition, PASS_TIMEOUT):
+            raise WorkerError(f"A segment of {self._followed.model.name} has not ended for {PASS_TIMEOUT:g} s.")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, batch: StepBatch, threads: int) -> None:
+        torch.set_num_threads(threads)
+        error: Exception | None = None
+        try:
+            self._followed.run(batch, self._at_layer)
+        except PageInAborted:
+            pass  # given up
+        except Exception as caught:  # noqa: BLE001 - for the thread that waits
+            error = caught
+        with self._changed:
+            self._error, self.ended = error, True
+            self._changed.notify_all()
+
+    def _at_layer(self, nbytes: int) -> None:
+        unit = bisect_left(self._followed.ends, nbytes)
+        with self._changed:
+            while not self._is_granted(unit):
+                if self._given_up:
+                    raise PageInAborted("The leader gave the pass up.")
+                self._waiting = True
+                self._changed.notify_all()
+                self._changed.wait()  # whoever lets it go on, or gives it up, bounds this
+        self._followed.check(nbytes)
+
+    def _is_granted(self, unit: int) -> bool:
+        return self._limit is None or (self._is_first and unit < self._limit)
+
+
+class FollowerEngine:
+    """Has an `Engine`'s methods. What is asked of requests is the leader's to answer."""
+
+    def __init__(
+        self,
+        pool: FramePool,
+        emit: Callable[[Sequence[EngineReport]], None],
+        mesh: Mesh,
+        *,
+        max_batch_sequences: int = 64,
+        compute_threads: int = 1,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = mesh.recorder = recorder or Recorder()
+        self._pool = pool
+        self._emit = emit
+        self._mesh = mesh
+        self._max_batch_sequences = max_batch_sequences
+        self._compute_threads = compute_threads
+        self.steps = 0
+        self._numbers = count(1)
+        self._changed = threading.Condition()  # guards everything below
+        self._models: dict[str, _Followed] = {}
+        # What was said of models that are not here yet:
+        self._questions: dict[str, tuple[int, int, bool]] = {}
+        self._blocks: dict[str, set[int]] = {}  # taken
+        self._recalled = 0  # the leader's latest answer
+        self._computing = False
+        self._prepared = False
+        mesh.when_broken(self._wake)
+        mesh.start(self._obey)
+
+    # ---- from the worker
+
+    def add(self, model: ModelRunnerProtocol, shard: PagedShard) -> None:
+        """See `Engine.add`."""
+        if model.name in self._models:
+            raise ValueError(f"The engine has a model {model.name} already.")
+        blocks = FollowedBlocks(
+            self._pool, model.kv_bytes_per_token, kv_blocks(model.context_length) * self._max_batch_sequences
+        )
+        followed = _Followed(model, shard, blocks)
+        # Pages that go were published as gone before: nothing that the leader is told from now on is about them.
+        self._pool.guard(shard.region, lambda: self._settle(model.name))
+        self._pool.guard(blocks.region, lambda: self._synchronize(blocks.region.device))
+        with self._changed:
+            self._models[model.name] = followed
+            blocks.follow(self._blocks.pop(model.name, ()), ())
+            question = self._questions.pop(model.name, None)
+        if question is not None:
+            self._answer_later(followed, *question)
+
+    def remove(self, name: str, timeout: float = PASS_TIMEOUT) -> None:
+        """See `Engine.remove`."""
+        followed = self._model(name)
+        self._settle(name, timeout)
+        with self._changed:
+            del self._models[name]
+            followed.question = -1
+        followed.shard.wake()
+        if followed.streamed is not None:
+            followed.streamed.give_up()
+        followed.model.close()
+        followed.blocks.close()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Nothing: followers take plans, not requests."""
+
+    def cancel(self, request: str) -> None:
+        """Nothing."""
+
+    def grant_kv(self, model: str, frames: int, epoch: int) -> None:
+        """Say yes: the leader, who changes what followers hold, says so only when they have done the same."""
+        self._model(model)
+        self._emit([KvReleased(model, frames, epoch)])
+
+    def suspend(self, model: str, epoch: int) -> None:
+        self._model(model)
+        self._emit([Suspended(model, 0, epoch)])
+
+    def resume(self, model: str, kv_frames: int, epoch: int) -> None:
+        self._model(model)
+        self._emit([Resumed(model, epoch)])
+
+    def abort(self, model: str, timeout: float = PASS_TIMEOUT) -> None:
+        """Return once no pass runs on the model's pages. Its sequences are the leader's to drop."""
+        self._model(model)
+        self._settle(model, timeout)
+
+    def fence(self, model: str, timeout: float = PASS_TIMEOUT) -> None:
+        """See `Engine.fence`."""
+        self._settle(model, timeout)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a segment is running. Raises WorkerError once the mesh is broken."""
+        if self._mesh.broken is not None:
+            raise WorkerError(self._mesh.broken)
+        return self._computing
+
+    def close(self, timeout: float = PASS_TIMEOUT) -> None:
+        self._mesh.close()
+        for name in list(self._models):
+            self.remove(name, timeout)
+
+    def _model(self, name: str) -> _Followed:
+        with self._changed:
+            return self._models[name]
+
+    def _settle(self, name: str, timeout: float = PASS_TIMEOUT) -> None:
+        """Return once nothing that the leader has sent so far touches a model's pages, and it knows of none of them.
+
+        Raises TimeoutError.
+        """
+        number = next(self._numbers)
+        try:
+            self._mesh.tell(["recall", name, number])
+        except WorkerError:  # nobody leads any more
+            number = 0
+        with self._changed:
+            followed = self._models.get(name)
+
+            def is_settled() -> bool:
+                return self._recalled >= number if number and self._mesh.is_whole else not self._computing
+
+            if not self._changed.wait_for(is_settled, timeout):
+                raise TimeoutError(f"The leader has not left the pages of {name} alone for {timeout:g} s.")
+        if followed is not None:
+            self._synchronize(followed.shard.region.device)
+
+    def _synchronize(self, device: str) -> None:
+        stream = pass_stream(torch.device(device))
+        if stream is not None:
+            stream.synchronize()
+
+    def _wake(self) -> None:
+        """The mesh is broken: nobody is waited for any more."""
+        with self._changed:
+            self._changed.notify_all()
+            models = list(self._models.values())
+        for followed in models:
+            followed.shard.wake()
+            if (streamed := followed.streamed) is not None:
+                streamed.abandon()
+
+    # ---- the reader of the channel
+
+    def _obey(self, rank: int, message: list[Any]) -> None:
+        if not self._prepared:
+            torch.set_num_threads(self._compute_threads)
+            self._prepared = True
+        match message:
+            case ["step", name, code, limit]:
+                self._compute(self._begin, self._led(name), code, limit)
+            case ["on", name, limit]:
+                self._compute(self._continue, self._led(name), limit)
+            case ["give_up", name]:
+                self._give_up(name)
+            case ["blocks", name, taken, returned]:
+                self._follow(name, taken, returned)
+            case ["ask", name, number, unit, is_last]:
+                self._hear_question(name, number, unit, is_last)
+            case ["sync", number]:
+                self._mesh.tell(["synced", number])
+            case ["recalled", number]:
+                with self._changed:
+                    self._recalled = max(self._recalled, number)
+                    self._changed.notify_all()
+            case _:
+                raise WorkerError(f"The leader says what nobody understands: {message[0]!r}.")
+
+    def _follow(self, name: str, taken: list[int], returned: list[int]) -> None:
+        with self._changed:
+            if (followed := self._models.get(name)) is not None:
+                followed.blocks.follow(taken, returned)
+            elif left := self._blocks.pop(name, set()).difference(returned).union(taken):
+                self._blocks[name] = left
+
+    def _led(self, name: str) -> _Followed:
+        with self._changed:
+            followed = self._models.get(name)
+        if followed is None:
+            raise WorkerError(f"The leader runs {name}, which this rank does not have.")
+        return followed
+
+    def _compute(self, run: Callable[..., None], followed: _Followed, *arguments: Any) -> None:
+        with self._changed:
+            self._computing = True
+        try:
+            run(followed, *arguments)
+        except WorkerError:
+            raise
+        except Exception as error:
+            raise WorkerError(f"A forward pass of {followed.model.name} failed: {error}") from error
+        finally:
+            with self._changed:
+                self._computing = False
+                self._changed.notify_all()
+
+    def _begin(self, followed: _Followed, code: list[Any], limit: int | None) -> None:
+        batch = followed.decoder.decode(code)
+        if limit is None:
+            followed.run(batch, followed.check)
+            self.steps += 1
+        else:
+            followed.streamed = _StreamedPass(followed, batch, self._mesh.rank.is_first, self._compute_threads)
+            self._continue(followed, limit)
+
+    def _continue(self, followed: _Followed, limit: int | None) -> None:
+        streamed = followed.streamed
+        if streamed is None:
+            raise WorkerError(f"The leader goes on with a pass of {followed.model.name} that was not begun.")
+        streamed.go_on(limit)
+        if streamed.ended:
+            followed.streamed = None
+            self.steps += 1
+
+    def _give_up(self, name: str) -> None:
+        with self._changed:
+            followed = self._models.get(name)
+        if followed is not None and followed.streamed is not None:
+            streamed, followed.streamed = followed.streamed, None
+            streamed.give_up()
+
+    # ---- how far pages are in
+
+    def _hear_question(self, name: str, number: int, unit: int, is_last: bool) -> None:
+        with self._changed:
+            followed = self._models.get(name)
+            if followed is None:
+                self._questions[name] = (number, unit, is_last)
+                return
+        self._answer_later(followed, number, unit, is_last)
+
+    def _answer_later(self, followed: _Followed, number: int, unit: int, is_last: bool) -> None:
+        followed.question = number
+        followed.shard.wake()  # whoever waits to answer an earlier question need not any more
+        threading.Thread(
+            target=self._answer,
+            args=(followed, number, unit, is_last),
+            name=f"pages of {followed.model.name}",
+            daemon=True,
+        ).start()
+
+    def _answer(self, followed: _Followed, number: int, unit: int, is_last: bool) -> None:
+        """Say how far a model's pages are in, as soon as that is beyond the unit that was asked for."""
+        is_first = self._mesh.rank.is_first
+        needed = followed.ends[-1] if is_last else followed.ends[unit] if is_first else 0
+        with suppress(PageInAborted):  # the leader sees by the answer that it has not come in
+            followed.shard.wait(needed, lambda: followed.question != number or not self._mesh.is_whole)
+        if followed.question != number:
+            return
+        units = 0
+        while units < len(followed.ends) and followed.shard.is_ready(followed.ends[units]):
+            units += 1
+        try:
+            self._mesh.tell(["ready", followed.model.name, number, units, units == len(followed.ends)])
+        except WorkerError as error:
+            logger.info("The leader asked about %s, and is gone: %s", followed.model.name, error)

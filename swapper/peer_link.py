@@ -1,8 +1,9 @@
 """The asking side: this worker's connection to one neighbour, whose frames it reads and whose link it may use.
 
 A question that is not answered within `PATIENCE` is given up, and whoever asked goes another way; nothing more is asked
-until every question that was given up has been answered, which proves that the neighbour lives. What is lent too late
-is returned unread. After a refusal the neighbour is left alone for `REST`.
+until every question that was given up has been answered, which proves that the neighbour lives, and for a second more;
+for twice as long each time that it happens again. What is lent too late is returned unread. A neighbour that refuses to
+stage, because it pages in itself, is not asked to for `REST`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from swapper.copier import Copier
 from swapper.errors import GswapdError
 from swapper.peer_frames import OpenWindow, Window
 from swapper.peer_protocol import (
+    SEND_TIMEOUT,
+    STAGING,
     Accept,
     Borrow,
     Channel,
@@ -48,10 +51,24 @@ WHO_PATIENCE = 0.01
 """Seconds that a page-in waits to hear who holds its pages. It takes 0.2 ms."""
 
 REST = 0.02
+FIRST_DISTRUST, MOST_DISTRUST = 1.0, 60.0
+"""Seconds that a neighbour which was late is left alone."""
+
 GREETING_PATIENCE = 30.0  # seconds, for all frames to be shown
 CLOSE_PATIENCE = 10.0  # seconds, for copies that are under way
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A neighbour, and what it was good for."""
+
+    name: str
+    usable: bool
+    staging: bool  # whether it may stage from our host tier
+    borrowed_bytes: int  # copied from pages that it held
+    staged_bytes: int  # that came over its link
 
 
 class NotLent(GswapdError):
@@ -86,6 +103,10 @@ class PeerLink:
         self._given_up: set[int] = set()
         self._copies = 0  # from the windows, under way
         self._rest_until = 0.0
+        self._trusted_from = 0.0
+        self._lapses = 0  # times in a row that it was late
+        self._borrowed_bytes = 0
+        self._staged_bytes = 0
         self._is_ready = False  # all frames were shown
         self._is_staging = False  # the neighbour has our tier
         self._offer: Offer | None = None
@@ -97,11 +118,16 @@ class PeerLink:
     @property
     def is_usable(self) -> bool:
         """Whether asking has a point."""
-        return self._is_ready and not self._given_up and not self._closing and time.monotonic() >= self._rest_until
+        ready = self._is_ready and not self._given_up and not self._closing
+        return ready and time.monotonic() >= self._trusted_from
 
     @property
     def can_stage(self) -> bool:
-        return self._is_staging and self.is_usable
+        return self._is_staging and self.is_usable and time.monotonic() >= self._rest_until
+
+    @property
+    def status(self) -> PeerStatus:
+        return PeerStatus(self.name, self.is_usable, self._is_staging, self._borrowed_bytes, self._staged_bytes)
 
     def who(self, keys: Sequence[ContentKey], tell: Callable[[Sequence[ContentKey]], None]) -> bool:
         """Have `tell` called, soon, with those of the pages that the neighbour holds. False: it is not asked."""
@@ -200,16 +226,26 @@ class PeerLink:
         except GswapdError as error:
             copy = Future()
             copy.set_exception(error)
-        copy.add_done_callback(partial(self._copied, lent.id, begun, result, ended))
+        copy.add_done_callback(partial(self._copied, lent, sum(sizes), begun, result, ended))
 
     def _copied(
-        self, number: int, begun: float, result: Future[float], ended: Callable[[], None], copy: Future[float]
+        self,
+        lent: Lent,
+        nbytes: int,
+        begun: float,
+        result: Future[float],
+        ended: Callable[[], None],
+        copy: Future[float],
     ) -> None:
         assert self._channel is not None
         hung_up = self._channel.has_hung_up()
-        self._send(Return(number))
+        self._send(Return(lent.id))
         with self._changed:
             self._copies -= 1
+            if lent.pool == STAGING:
+                self._staged_bytes += nbytes
+            else:
+                self._borrowed_bytes += nbytes
             self._changed.notify_all()
         ended()
         if (error := copy.exception()) is not None:
@@ -246,6 +282,7 @@ class PeerLink:
 
     def _connect(self) -> None:
         connection = seqpacket()
+        connection.settimeout(SEND_TIMEOUT)
         try:
             connection.connect(str(self._path))
         except OSError as error:
@@ -299,6 +336,9 @@ class PeerLink:
             late = [number for number, question in self._questions.items() if question.deadline <= now]
             overdue = [self._questions.pop(number) for number in late]
             self._given_up.update(late)
+            if late:
+                self._trusted_from = now + min(FIRST_DISTRUST * 2**self._lapses, MOST_DISTRUST)
+                self._lapses += 1
         for question in overdue:
             question.answer(None)
 
@@ -312,6 +352,8 @@ class PeerLink:
                     self._given_up.discard(message.id)
                     if isinstance(message, Refused):
                         self._rest_until = time.monotonic() + REST
+                    elif question is not None:
+                        self._lapses = 0
                 if question is not None:
                     question.answer(None if isinstance(message, Refused) else message)
                 elif isinstance(message, Lent):

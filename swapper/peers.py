@@ -24,7 +24,7 @@ from swapper.errors import ConfigError
 from swapper.frames import FramePool
 from swapper.peer_frames import OpenWindow
 from swapper.peer_lender import Lender, PeerServer
-from swapper.peer_link import PeerLink
+from swapper.peer_link import PeerLink, PeerStatus
 from swapper.peer_protocol import KEYS_AT_ONCE, VERSION, Hello, Offer
 
 RING_FRAMES = 8
@@ -100,6 +100,10 @@ class Peers:
     @property
     def links(self) -> tuple[PeerLink, ...]:
         return tuple(self._links.values())
+
+    @property
+    def status(self) -> tuple[PeerStatus, ...]:
+        return tuple(link.status for link in self.links)
 
     def open(self, lender: Lender) -> None:
         """Lend what `lender` has, and look for neighbours from now on. Raises ConfigError if that cannot be."""

@@ -14,6 +14,7 @@ from typing import Literal
 from engine.request import EngineReport, Request
 from swapper.host_tier import TierStatus
 from swapper.pager import SourceBytes
+from swapper.peer_link import PeerStatus
 
 # ---- commands
 
@@ -170,6 +171,7 @@ class Heartbeat:
     frames_free: int
     resident_bytes: int  # of the process, as the kernel counts it
     tier: TierStatus | None = None  # None: there is no host tier
+    peers: tuple[PeerStatus, ...] = ()  # the neighbours
 
 
 @dataclass(frozen=True, slots=True)

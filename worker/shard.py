@@ -94,6 +94,7 @@ class Shard:
         self.spec = spec
         self._pool = pool
         self._tier = tier
+        self._peers = peers
         self._bind = bind
         self._rehearse = rehearse
         self._log = ReportLog()
@@ -145,6 +146,7 @@ class Shard:
             frames_free=self._pool.free,
             resident_bytes=self._process.memory_info().rss,
             tier=self._tier.status if self._tier is not None else None,
+            peers=self._peers.status if self._peers is not None else (),
         )
 
     # ---- the shard's thread

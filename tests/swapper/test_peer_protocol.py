@@ -220,16 +220,33 @@ def test_what_is_lent_too_late_is_returned_unread(lender: FakeLender) -> None:
         lender.link.borrow([key_of(7)], [0]).result(PATIENCE)
     lender.say(Lent(question.id, POOL, [0]))
     assert hear(lender.channel, Return).id == question.id
+    assert not lender.link.is_usable, "it has to wait for a while"
     until(lambda: lender.link.is_usable)
     assert lender.copier.pending.empty()
 
 
-def test_a_refusal_is_an_answer_and_earns_a_rest(lender: FakeLender) -> None:
+def test_a_neighbour_that_was_late_again_waits_for_longer(lender: FakeLender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.peer_link.FIRST_DISTRUST", 0.001)
+    for _ in range(4):
+        copy = lender.link.borrow([key_of(7)], [Buffer().address])
+        with pytest.raises(NotLent, match="did not give"):
+            copy.result(PATIENCE)
+        lender.say(Refused(hear(lender.channel, Borrow).id))
+        until(lambda: lender.link.is_usable)
+    assert lender.link._lapses == 4
+    copy = lender.link.borrow([key_of(7)], [Buffer().address])
+    lender.say(Lent(hear(lender.channel, Borrow).id, POOL, [0]))
+    lender.copier.next().finish()
+    copy.result(PATIENCE)
+    assert lender.link._lapses == 0
+
+
+def test_a_refusal_is_an_answer(lender: FakeLender) -> None:
     copy = lender.link.borrow([key_of(7)], [Buffer().address])
     lender.say(Refused(hear(lender.channel, Borrow).id))
     with pytest.raises(NotLent):
         copy.result(PATIENCE)
-    until(lambda: lender.link.is_usable)
+    assert lender.link.is_usable
 
 
 def test_who_is_asked_has_little_time_to_answer(lender: FakeLender) -> None:

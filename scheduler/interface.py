@@ -92,7 +92,20 @@ class LoadRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """A model on one of the groups that hold something of it."""
+
+    group: str
+    state: ModelState
+    resident_pages: int
+    kv_frames: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus:
+    """`group`, `state` and `resident_pages` speak of the group that a model runs on, or that holds most of it."""
+
     name: str
     group: str | None
     state: ModelState
@@ -100,14 +113,15 @@ class ModelStatus:
     pinned: bool
     resident_pages: int
     total_pages: int
-    resident_bytes: int
+    resident_bytes: int  # on all groups
     total_bytes: int
     waiting: int
     running: int
-    kv_frames: int
+    kv_frames: int  # on all groups
     last_used: float | None  # wall clock, last finish
     last_load: LoadRecord | None
     oldest_wait: float = 0.0  # seconds that its oldest request without a first forward pass has waited
+    places: tuple[ModelPlace, ...] = ()
 
 
 FrameUse = Literal["weights", "loading", "kv"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from scheduler.core.transitions import Phase
 from scheduler.core.view import ModelView
-from scheduler.interface import LoadRecord, ModelStatus, ServedModel
+from scheduler.interface import LoadRecord, ModelPlace, ModelStatus, ServedModel
 
 
 def model_status(
@@ -18,7 +19,7 @@ def model_status(
     Pages are counted in one rank, since ranks move in lockstep; bytes are those of all ranks.
     """
     ranks = len(model.page_hashes)
-    resident = 0 if view is None else view.resident
+    placements = () if view is None else view.placements
     last_finish = None if view is None else view.last_finish
     return ModelStatus(
         name=model.name,
@@ -26,15 +27,20 @@ def model_status(
         state="absent" if view is None else view.phase.value,
         reason=None if view is None else view.failure,
         pinned=view is not None and view.pinned,
-        resident_pages=resident,
+        resident_pages=0 if view is None else view.resident,
         total_pages=len(model.page_hashes[0]),
         # The last page of a shard may be cut short, so a whole model is less than its pages.
-        resident_bytes=min(model.nbytes, resident * ranks * model.page_bytes),
+        resident_bytes=sum(min(model.nbytes, its.resident * ranks * model.page_bytes) for its in placements),
         total_bytes=model.nbytes,
         waiting=0 if view is None else view.waiting,
         running=0 if view is None else view.running,
-        kv_frames=0 if view is None else view.kv_frames,
+        kv_frames=sum(its.kv_frames for its in placements),
         last_used=None if last_finish is None else last_finish + clock_to_wall,
         last_load=last_load,
         oldest_wait=oldest_wait,
+        places=tuple(
+            ModelPlace(its.group, its.phase.value, its.resident, its.kv_frames, its.running)
+            for its in placements
+            if its.phase is not Phase.ABSENT or its.kv_frames
+        ),
     )

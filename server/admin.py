@@ -148,7 +148,13 @@ async def readyz(request: Request) -> Response:
         "scheduler": "ok" if live else "no progress, or no group of workers is up",
         "draining": service.draining,
         "workers": [
-            {"group": worker.group, "rank": worker.rank, "state": worker.state, "host_tier": _host_tier(worker)}
+            {
+                "group": worker.group,
+                "rank": worker.rank,
+                "state": worker.state,
+                "reason": worker.reason,
+                "host_tier": _host_tier(worker),
+            }
             for worker in service.scheduler.workers()
         ],
         "models": len(service.catalog.models),

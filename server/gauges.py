@@ -70,9 +70,10 @@ def _of_workers(workers: Iterable[WorkerStatus]) -> dict[Family, list[Sample]]:
 
 
 def _frames(models: Iterable[ModelStatus], workers: Iterable[WorkerStatus]) -> Iterator[Sample]:
-    kv: defaultdict[str | None, int] = defaultdict(int)
+    kv: defaultdict[str, int] = defaultdict(int)
     for model in models:
-        kv[model.group] += model.kv_frames
+        for place in model.places:
+            kv[place.group] += place.kv_frames
     for worker in workers:
         if worker.heartbeat is None:
             continue

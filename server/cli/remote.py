@@ -90,7 +90,10 @@ def models_table(models: list[dict[str, Any]]) -> Table:
     table.add_column("MODEL", overflow="fold")
     for column in ("STATE", "SIZE", "HELD", "PIN", "RUN", "WAIT", "LOAD"):
         table.add_column(column, no_wrap=True)
+    several = len({place["group"] for model in models for place in model["places"]}) > 1
     table.add_column("FROM", min_width=9)
+    if several:
+        table.add_column("ON")
     for model in models:
         load = model["last_load"]
         sources = load["sources"] if load else {}
@@ -104,6 +107,7 @@ def models_table(models: list[dict[str, Any]]) -> Table:
             str(model["waiting"]),
             f"{load['seconds']:.3g} s" if load and not load["error"] else "",
             ", ".join(f"{name} {_percent(part['pages'], load['pages'])}" for name, part in sources.items()),
+            *([", ".join(place["group"] for place in model["places"])] if several else []),
         )
     return table
 
@@ -133,6 +137,9 @@ def ps(url: Url = DEFAULT_URL, admin_key: AdminKey = "") -> None:
             print(f"{model['name']} {model['state']}: {model['reason']}")
     for problem in problems:
         print(f"{problem['name']} cannot be served: {problem['reason']}")
+    workers = call("GET", url, "/admin/workers", admin_key).get("workers", ())
+    for group, reason in {worker["group"]: worker["reason"] for worker in workers if worker["reason"]}.items():
+        print(f"group {group} is not up: {reason}")
 
 
 def _act(action: str, model: str, url: str, admin_key: str, **query: Any) -> None:

@@ -127,6 +127,7 @@ def test_ps_fits_a_terminal_and_cuts_no_name() -> None:
         **{"name": name, "state": "resident", "reason": None, "pinned": True, "running": 64, "waiting": 256},
         **{"resident_pages": 300, "total_pages": 300, "total_bytes": 269e6},
         "last_load": {"seconds": 0.1234, "error": None, "pages": 300, "sources": sources},
+        "places": [{"group": "default"}],
     }
     output = io.StringIO()
     Console(width=80, file=output).print(models_table([model]))
@@ -135,6 +136,18 @@ def test_ps_fits_a_terminal_and_cuts_no_name() -> None:
     assert "".join(line[: lines[0].index("STATE")].strip() for line in lines[1:]) == name
     for shown in ("resident", "269.0 MB", "100%", "yes", "64", "256", "0.123 s", "disk 99%, peer 1%"):
         assert shown in lines[1]
+
+
+def test_ps_tells_where_models_are_when_there_are_several_groups() -> None:
+    model = {
+        **{"name": "a", "state": "resident", "reason": None, "pinned": False, "running": 0, "waiting": 0},
+        **{"resident_pages": 3, "total_pages": 3, "total_bytes": 269e6, "last_load": None},
+    }
+    places = [[{"group": "pair"}, {"group": "other"}], [{"group": "pair"}], []]
+    output = io.StringIO()
+    Console(width=80, file=output).print(models_table([{**model, "places": place} for place in places]))
+    titles, *rows = output.getvalue().splitlines()
+    assert [row[titles.index("ON") :].strip() for row in rows] == ["pair, other", "pair", ""]
 
 
 def test_without_a_daemon_the_cure_is_told() -> None:

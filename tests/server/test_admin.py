@@ -52,6 +52,7 @@ def test_models_tell_their_state(http: httpx.Client, scheduler: FakeScheduler) -
         "kv_frames": 3,
         "last_used": 9.5,
         "oldest_wait": 0.0,
+        "places": [],
         "aliases": ["tiny", "gpt-4o"],
         "last_load": {
             "at": 1.5,
@@ -151,7 +152,9 @@ def test_an_unknown_query_is_named(http: httpx.Client, method: str, path: str) -
 def test_readiness_is_the_schedulers_progress(server: ServerThread, http: httpx.Client) -> None:
     answer = http.get("/readyz")
     assert answer.status_code == 200
-    assert answer.json()["workers"] == [{"group": "default", "rank": 0, "state": "up", "host_tier": None}]
+    assert answer.json()["workers"] == [
+        {"group": "default", "rank": 0, "state": "up", "reason": None, "host_tier": None}
+    ]
     server.scheduler.live = False
     try:
         assert http.get("/readyz").status_code == 503

@@ -13,7 +13,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from scheduler.interface import LoadRecord
+from scheduler.interface import LoadRecord, ModelPlace
 from server.metrics import Metrics
 from swapper.pager import SourceBytes
 from tests.server.fakes import FakeScheduler
@@ -140,6 +140,7 @@ def test_a_scrape_shows_what_is_true_now(
         "kv_frames": 4,
         "oldest_wait": 1.5,
         "state": "loading",
+        "places": (ModelPlace("default", "loading", 1, 4, 2), ModelPlace("other", "resident", 1, 5, 0)),
     }
     smol = replace(scheduler.statuses["smol"], group="default", **status)
     monkeypatch.setitem(scheduler.statuses, "smol", smol)

@@ -13,6 +13,7 @@ import os
 import queue
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from engine.views import region_bytes, view
 from swapper.cuda_copier import CudaCopier
 from swapper.cuda_driver import CudaDevice
 from swapper.cuda_frames import CudaFramePool
+from swapper.frames import Frame, Region
 from swapper.geometry import DEFAULT_PAGE_BYTES, GRANULE_BYTES
 from swapper.host_tier import HostTier
 from swapper.image import Shard
 from swapper.kvikio_reader import KvikioReader
+from swapper.page_work import Alias, Read
 from swapper.pager import PagedShard, PageInResult, Pager
 from swapper.tier_arena import Arena
 from worker.assembly import GPU_DEPTH, GPU_RUN, kvikio_threads
@@ -133,9 +136,36 @@ class Own:
         pager.page_out("model", 0)
         for call in range(STEADY_CALLS + 1):
             self.swap("gswapd, host tier", pager, paged, check=call == 0)
+        self.time_line(pager, paged)
         self.sibling(pager, paged)
         pager.shutdown()
         tier.close()
+
+    def time_line(self, pager: Pager, paged: PagedShard) -> None:
+        """When each page was mapped and when it was there, and how long the link waited for a page to be mapped."""
+        mapped, there = [0.0] * self.pages, [0.0] * self.pages
+        map_pages, arrived = self.pool.map, pager._reads._arrived
+
+        def noted_map(region: Region, page: int, *frames: Frame) -> None:
+            map_pages(region, page, *frames)
+            mapped[page : page + len(frames)] = [time.perf_counter()] * len(frames)
+
+        def noted_arrival(works: Sequence[Alias | Read], source: str, stages: Mapping[str, float]) -> None:
+            for work in works:
+                there[work.task.page] = time.perf_counter()
+            arrived(works, source, stages)
+
+        self.pool.map, pager._reads._arrived = noted_map, noted_arrival  # type: ignore[method-assign]
+        begun = time.perf_counter()
+        self.page_in(pager, paged)
+        self.pool.map, pager._reads._arrived = map_pages, arrived  # type: ignore[method-assign]
+        pager.page_out(paged.model, 0)
+        waits = [max(0.0, its - before) for its, before in zip(mapped[1:], there, strict=False)]
+        self.details["time line, host tier, ms"] = {
+            "mapped": [round(1e3 * (when - begun), 2) for when in mapped],
+            "there": [round(1e3 * (when - begun), 2) for when in there],
+        }
+        self.details["share of the time that the link waited for a mapping"] = sum(waits) / (there[-1] - begun)
 
     def sibling(self, pager: Pager, paged: PagedShard) -> None:
         """A model that differs from a resident one in every fourth page. Only those pages of its file are there."""

@@ -109,6 +109,12 @@ def _bars(samples: dict[str, list[float]], details: dict[str, Any]) -> list[Bar]
         ),
         Bar("page-out of the model", 1e3 * max(samples["page-out after gswapd, host tier"]), 20.0, "ms"),
         Bar(
+            "share of a page-in's time that the link waits for a mapping",
+            details["share of the time that the link waited for a mapping"],
+            0.01,
+            "share",
+        ),
+        Bar(
             "bytes moved for a sibling that differs in 25 % of its pages",
             1 - moved["alias"] / details["bytes"],
             0.27,

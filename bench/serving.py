@@ -146,6 +146,7 @@ class Serving:
             answers = await asyncio.gather(*(self._client.complete(A, p, scale.batch_decodes) for p in prompts))
         begin, end = max(one.times[WARM] for one in answers), min(one.times[-1] for one in answers)
         counts = [sum(begin < when <= end for when in one.times) for one in answers]
+        self._note("interval, batch of many", *(its for one in answers for its in one.intervals()))
         self._note("step, batch of many", *((end - begin) / count for count in counts))
         self.details["tokens counted, batch of many"] = sum(counts)
 

@@ -8,9 +8,9 @@ Recording runs nothing and touches no memory, so it needs neither a turn nor the
 passes, on a stream of its own, and decodes run without a graph until it is there. No first answer waits for it.
 
 All graphs of a device share one pool of memory. They may, because they are replayed one behind the other on one stream,
-and nothing of a pass is needed once the next begins; so memory grows with the largest graphs, not with their number.
-Number and bytes are bounded all the same: the graph that was not used for longest goes first. What they may take is
-charged to the workspace that a GPU's frame pool leaves (`engine/workspace.py`).
+and what a pass leaves is copied before the next is launched; so memory grows with the largest graphs, not with their
+number. Number and bytes are bounded all the same: the graph that was not used for longest goes first. What they may
+take is charged to the workspace that a GPU's frame pool leaves (`engine/workspace.py`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ leave commands in its inbox. The thread starts with the first command, and waits
 run.
 
 On a GPU a pass is launched, not run: the next one goes behind it before its tokens are known, as long as it is the same
-sequences' next token (`Batcher.plan_ahead`) and nobody waits for the turn or has left a command. Tokens then go from
-pass to pass on the GPU, which never waits for the host. Between two calls of `_pass` nothing is under way.
+sequences' next token (`Batcher.plan_ahead`) and no command waits. Tokens then go from pass to pass on the GPU, which
+never waits for the host. Before each launch other models get the turn, and launch behind the pass that is under way.
+Between two calls of `_pass` nothing is under way.
 
 On a mesh, the leader's runner leads the pass on all ranks (`engine/leader.py`), and a layer's pages must be in on each.
 
@@ -296,6 +297,7 @@ class ModelRunner:
                 try:
                     launched = self._launch(step)
                     while (following := self._following(launched.step)) is not None:
+                        self._hand_on()
                         behind = self._launch(following, launched.choice.tokens)
                         if not self._complete(launched):
                             break
@@ -323,10 +325,17 @@ class ModelRunner:
         return launched
 
     def _following(self, step: Planned) -> Planned | None:
-        """The step to launch behind one that is under way; None if anybody is waiting for the end of that one."""
-        if not self.runs_ahead or self._turn.wanted or self._inbox or self._closing:
+        """The step to launch behind one that is under way; None if a command waits for the end of that one."""
+        if not self.runs_ahead or self._inbox or self._closing:
             return None
         return self._batcher.plan_ahead(step)
+
+    def _hand_on(self) -> None:
+        """Let other models launch theirs behind the step that is under way."""
+        if self._turn.wanted:
+            began = time.perf_counter()
+            self._turn.hand_on()
+            self._giving_way = time.perf_counter() - began
 
     def _complete(self, launched: _Launched) -> bool:
         """Wait for a step's tokens and report them. False if a step was launched behind it with other tokens."""

@@ -81,7 +81,8 @@ class Choice:
         self._chosen = [i for i, row in enumerate(rows) if row.given is None and not _takes_the_likeliest(row)]
         # Each operation lets other threads have the interpreter, and a decode should not wait for them often.
         found = find_likeliest(logits) if likeliest is None else likeliest
-        tokens = found[0, : len(rows)]
+        # A copy: the next pass but one takes them when others may have put something else in the graphs' memory.
+        tokens = found[0, : len(rows)].clone()
         # Before penalties are written to the logits.
         self._raw = torch.log_softmax(_select(logits, self._reported), dim=-1) if self._reported else None
         if given:
@@ -95,7 +96,7 @@ class Choice:
         """On the device. Any token, but one of the vocabulary, where logits are not finite."""
         self.revised = False
         """Whether `take` has found that some row needed a longer look, and replaced `tokens`."""
-        # A longer look may need it when the next pass has put something else in its place.
+        # Of a longer look, the same is true.
         self._finite = found[1, : len(rows)] if self._draw is None else found[1, : len(rows)].clone()
         self._is_found = not (self._chosen or given or self._reported)  # nothing else is to be told
         self._sent = _Sent(found) if self._is_found else self._send()

@@ -3,6 +3,8 @@
 A plain lock lets whoever runs take it again before a waiter has woken, so that one busy model could keep the others
 out. Here the holder hands the turn to the longest waiter: of two busy models each gets every other pass.
 
+On a GPU the turn is for launching: who holds it lets the others launch behind what it has launched (`hand_on`).
+
 Who waits for a first token waits urgently. A pass that nobody waits for that much may `give_way` between two layers:
 the urgent waiter's pass runs, then the interrupted one goes on, before anybody else. A pass gives way once at most, so
 it is held up by no more passes than it would be held up by in the queue.
@@ -66,6 +68,11 @@ class Turn:
             urgent.turn.release()
         interrupted.turn.acquire()
         return True
+
+    def hand_on(self, *, urgent: bool = False) -> None:
+        """Let everybody who waits by now have the turn, and return when it is the caller's again."""
+        self.release()
+        self.acquire(urgent=urgent)
 
     def release(self) -> None:
         """Hand the turn to the longest waiter. Raises RuntimeError if nobody holds it."""

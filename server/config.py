@@ -105,6 +105,7 @@ class ServerConfig(Section):
     admin_key: Key = Field(default=None, description="wanted by /admin routes when set")
     max_requests: int = Field(default=1024, ge=1, description="requests in the house at once, in whatever stage")
     max_body: Size = Field(default=16 << 20, ge=1024, description="largest request body")
+    silence: Seconds = Field(default=5.0, description="a stream that waits for so long tells, in a comment, for what")
     tokenizer_threads: int = Field(default=2, ge=1, le=64)
 
 

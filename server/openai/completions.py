@@ -26,7 +26,7 @@ from server.openai.generation import (
     refuse_encoder,
 )
 from server.openai.schemas import CompletionRequest, parse
-from server.openai.shape import DONE, bounded, usage, whole_response
+from server.openai.shape import DONE, bounded, silence, usage, whole_response
 from server.openai.structured import grammar_of
 from server.service import Service, service_of
 from server.tokens import ModelTokenizer, PromptTooLong
@@ -47,7 +47,8 @@ async def create(request: Request) -> Response:
     generations = await while_connected(request, _generations(service, body, model, identity))
     prepared = time.perf_counter() - began
     if body.stream:
-        return await EventStream.open(request, _chunks(identity, model.name, generations, body.include_usage))
+        chunks = _chunks(identity, model.name, generations, body.include_usage)
+        return await EventStream.open(request, chunks, silence(service, model.name))
     answer = await while_connected(request, _whole(identity, model.name, generations, body.logprobs is not None))
     return whole_response(answer, generations, prepared)
 

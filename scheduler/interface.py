@@ -211,6 +211,9 @@ class Scheduler(Protocol):
 
     def add_model(self, model: ServedModel) -> None: ...
 
+    def change_model(self, model: ServedModel) -> None:
+        """Take over what is expected of a model that is known: `max_wait`, `slo`, `priority`, `ttl`."""
+
     def remove_model(self, name: str) -> None: ...
 
     def submit(self, request: Request, timeout: float) -> Answer:

@@ -145,6 +145,12 @@ class LiveScheduler:
         self._models[model.name] = model
         self._inbox.put(events.ModelAdded(self._clock(), model_spec(model)))
 
+    def change_model(self, model: ServedModel) -> None:
+        """Its pages stay as they are."""
+        if model.name in self._models and model.name not in self._removing:
+            self._models[model.name] = model
+            self._inbox.put(events.ModelChanged(self._clock(), model_spec(model)))
+
     def remove_model(self, name: str) -> None:
         """Its pages go once nothing runs on it; until then `models` lists it. Idempotent."""
         if name in self._models:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server import admin, board, errors
 from server.auth import key_required, same_origin
+from server.ollama import routes as ollama
 from server.openai import chat, completions, embeddings, models
 from server.request_id import RequestIds
 from server.service import Service
@@ -21,6 +22,7 @@ def create_app(service: Service) -> FastAPI:
     keys = service.config.server
     for routes in (models, chat, completions, embeddings):
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
+    app.include_router(ollama.router, prefix="/api", dependencies=[Depends(key_required(keys.api_key))])
     operators = same_origin if keys.admin_key is None else key_required(keys.admin_key)
     for operating in (admin, board):
         app.include_router(operating.router, dependencies=[Depends(operators)])
@@ -49,7 +51,7 @@ class Admission:
         self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(("/v1/", "/api/")):
             await self._app(scope, receive, send)
             return
         if self._inside >= self._limit:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from blake3 import blake3
 
 from scheduler.interface import Scheduler, ServedModel
 from server.config import GroupConfig, ModelConfig
+from server.keep_alive import FOREVER
 from swapper.errors import CorruptImage, ModelNotFound, Refused, StoreError
 from swapper.image import MANIFEST, Embedding, Image
 from swapper.store import Store, StoreVersion
@@ -39,6 +41,11 @@ class CatalogModel:
     created: int  # unix time of its publication
     stamp: tuple[int, int]  # of its manifest: another one if the name was removed and added again
     config: ModelConfig
+    identity: str
+    architecture: str
+    dtype: str
+    parameters: int
+    nbytes: int
     embedding: Embedding | None = None  # of an encoder; None: it generates text
 
 
@@ -114,6 +121,7 @@ class Catalog:
         self._looked = False
         self._version: StoreVersion | None = None
         self._found: dict[str, Found] = {}  # by the last look at the store
+        self._kept: dict[str, float] = {}  # times to live that requests have asked for
         self._refreshing = asyncio.Lock()
         self._warming: set[asyncio.Task[None]] = set()
         self._workers_up = asyncio.Event()
@@ -134,6 +142,21 @@ class Catalog:
         if name in self.problems:
             raise CorruptImage(f"Model {name!r} cannot be served: {self.problems[name]}")
         raise ModelNotFound(f"The model {name!r} does not exist. GET /v1/models lists those that do.")
+
+    def ttl(self, name: str) -> float | None:
+        """Seconds of idleness after which a model's pages go; None: they stay until they are in the way."""
+        ttl = self._kept.get(name, self.models[name].config.ttl)
+        return None if ttl is None or ttl == FOREVER else ttl
+
+    def keep_alive(self, name: str, seconds: float | None) -> None:
+        """Give a model another time to live, until this is called again; None: the configuration's."""
+        if name not in self.models or self._kept.get(name) == seconds:
+            return
+        if seconds is None:
+            del self._kept[name]
+        else:
+            self._kept[name] = seconds
+        self._scheduler.change_model(replace(self._found[name][1], ttl=self.ttl(name)))
 
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
@@ -240,6 +263,11 @@ class Catalog:
             created=stamp[0] // 1_000_000_000,
             stamp=stamp,
             config=self._configs.get(name, ModelConfig()),
+            identity=image.identity,
+            architecture=manifest.architecture,
+            dtype=manifest.dtype,
+            parameters=sum(math.prod(tensor.shape) for shard in manifest.shards for tensor in shard.tensors),
+            nbytes=sum(shard.nbytes for shard in manifest.shards),
             embedding=manifest.embedding,
         )
         return model, served_model(image, self._page_bytes, model.config)
@@ -256,6 +284,7 @@ class Catalog:
 
     def _remove(self, name: str) -> None:
         del self.models[name]
+        self._kept.pop(name, None)
         self._scheduler.remove_model(name)
         self._watcher.forget(name)
         logger.info("Model %s was removed from the store", name)

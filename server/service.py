@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 
-from engine.request import GenerationRequest
+from engine.request import Request
 from scheduler.interface import Answer, Scheduler
 from server.background import Background
 from server.catalog import Catalog
@@ -34,10 +34,13 @@ class Service:
     bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False
 
-    def submit(self, request: GenerationRequest, timeout: float | None) -> Answer:
-        """`timeout` is the request's own, in seconds; it may be shorter than the server's."""
+    def submit(self, request: Request, timeout: float | None, keep_alive: float | None) -> Answer:
+        """`timeout` is the request's own, in seconds; it may be shorter than the server's. So is `keep_alive`: how long
+        its model stays when nothing is asked of it any more.
+        """
         longest = self.config.timeouts.request
         answer = self.scheduler.submit(request, longest if timeout is None else min(timeout, longest))
+        self.catalog.keep_alive(request.model, keep_alive)  # not before: a model that is to stay no longer would go
         return answer if self.tracing is None else self.tracing.follow(answer, request)
 
     def begin_draining(self) -> None:
@@ -45,6 +48,6 @@ class Service:
         self.bodies.drain()
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: HttpRequest) -> Service:
     service: Service = request.app.state.service
     return service

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -169,6 +170,7 @@ def _load(path: Path) -> PreTrainedTokenizerFast:
         raise CorruptImage(f"The tokenizer in {path} cannot be read ({error}). Add the model again.") from error
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise CorruptImage(f"The tokenizer in {path} has no fast form. Add the model with a tokenizer.json.")
+    tokenizer.model_max_length = sys.maxsize  # whether a text is too long is ours to say
     return tokenizer
 
 

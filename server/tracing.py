@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.request import GenerationRequest, Tokens
+from engine.request import Request, Tokens
 from scheduler.interface import Answer
 from server import request_id
 from server.config import TelemetryConfig
@@ -51,7 +51,7 @@ class Tracing:
         """Send what is left. Waits for the collector for a few seconds at most."""
         self._provider.shutdown()
 
-    def follow(self, answer: Answer, request: GenerationRequest) -> Answer:
+    def follow(self, answer: Answer, request: Request) -> Answer:
         """The same answer; its spans are made when it ends, below the request's."""
         return TracedAnswer(answer, request, self.tracer)
 
@@ -59,7 +59,7 @@ class Tracing:
 class TracedAnswer:
     """Implements `scheduler.interface.Answer`."""
 
-    def __init__(self, answer: Answer, request: GenerationRequest, tracer: trace.Tracer) -> None:
+    def __init__(self, answer: Answer, request: Request, tracer: trace.Tracer) -> None:
         self._answer = answer
         self._request = request
         self._tracer = tracer
@@ -96,7 +96,7 @@ class TracedAnswer:
         for name, stage in (("queue", "queue"), ("page in", "page")):
             if stage in self._answer.stages:
                 at = self._span(name, at, min(first, at + int(1e9 * self._answer.stages[stage])))
-        self._span("prefill", at, first, **{"gen_ai.usage.input_tokens": len(self._request.prompt)})
+        self._span("prefill", at, first, **{"gen_ai.usage.input_tokens": self._request.prompt_tokens})
         if self._first is not None:
             self._span("decode", first, end, **{"gen_ai.usage.output_tokens": self._tokens})
         self._parent.set_attributes(

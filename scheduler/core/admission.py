@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scheduler.core.actions import Cancel, Done, Reason, Reject
 from scheduler.core.events import (
     Arrived,
@@ -9,6 +11,7 @@ from scheduler.core.events import (
     EvictWanted,
     LoadWanted,
     ModelAdded,
+    ModelChanged,
     ModelRemoved,
     Pinned,
     Unpinned,
@@ -111,6 +114,13 @@ def unpinned(state: State, event: Unpinned) -> None:
 def model_added(state: State, event: ModelAdded) -> None:
     state.models[event.model.name] = Model(event.model)
     state.touched_models[event.model.name] = None
+
+
+def model_changed(state: State, event: ModelChanged) -> None:
+    model, new = state.models.get(event.model.name), event.model
+    if model is not None:
+        model.spec = replace(model.spec, max_wait=new.max_wait, slo=new.slo, priority=new.priority, ttl=new.ttl)
+        state.touched_models[new.name] = None
 
 
 def model_removed(state: State, event: ModelRemoved) -> None:

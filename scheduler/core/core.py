@@ -52,6 +52,7 @@ _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingPr
         events.Pinned: admission.pinned,
         events.Unpinned: admission.unpinned,
         events.ModelAdded: admission.model_added,
+        events.ModelChanged: admission.model_changed,
         events.ModelRemoved: admission.model_removed,
         events.PagedIn: completions.paged_in,
         events.PageInFailed: completions.page_in_failed,

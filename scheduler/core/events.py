@@ -183,6 +183,13 @@ class ModelAdded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelChanged(Event):
+    """Something else is expected of a model: `max_wait`, `slo`, `priority` or `ttl`. Nothing of it moves for that."""
+
+    model: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRemoved(Event):
     """Waiting requests fail, running ones finish, then its pages go."""
 

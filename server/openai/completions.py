@@ -44,7 +44,7 @@ async def create(request: Request) -> Response:
     body = parse(CompletionRequest, await service.bodies.read(request, service.config.server.max_body))
     model = await service.catalog.find(body.model)
     identity = f"cmpl-{uuid.uuid4().hex}"
-    generations = await while_connected(request, _generations(service, body, model, identity))
+    generations = await while_connected(request, prepare(service, body, model, identity))
     prepared = time.perf_counter() - began
     if body.stream:
         chunks = _chunks(identity, model.name, generations, body.include_usage)
@@ -53,8 +53,12 @@ async def create(request: Request) -> Response:
     return whole_response(answer, generations, prepared)
 
 
-async def _generations(
-    service: Service, body: CompletionRequest, model: CatalogModel, identity: str
+async def prepare(
+    service: Service,
+    body: CompletionRequest,
+    model: CatalogModel,
+    identity: str,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> list[Generation]:
     """`n` for each prompt; none of them is submitted before all are known to be valid."""
     refuse_encoder(model)
@@ -69,7 +73,7 @@ async def _generations(
             echo = given if isinstance(given, str) else await service.tokenizers.run(tokenizer.decode, tokens)
         prompt = Prompt(tokens, param, echo)
         name = f"{identity}-{index}"
-        generations += generations_of(service, model, tokenizer, body, name, prompt, DEFAULT_MAX_TOKENS, rules)
+        generations += generations_of(service, model, tokenizer, body, name, prompt, default_max_tokens, rules)
     return generations
 
 

@@ -38,7 +38,9 @@ async def create(request: Request) -> Response:
     service = service_of(request)
     body = parse(EmbeddingsRequest, await service.bodies.read(request, service.config.server.max_body))
     model = await service.catalog.find(body.model)
-    embedded = await while_connected(request, embed(service, model, body.inputs, body.dimensions))
+    embedded = await while_connected(
+        request, embed(service, model, body.inputs, body.dimensions, keep_alive=body.keep_alive)
+    )
     as_text = body.encoding_format == "base64"
     answer = {
         "object": "list",
@@ -59,6 +61,7 @@ async def embed(
     dimensions: int | None = None,
     *,
     truncate: bool = False,
+    keep_alive: float | None = None,
 ) -> Embedded:
     """The vectors of some texts; with `truncate`, of the beginnings of those that are too long. Raises ApiError or
     Refused.
@@ -75,7 +78,7 @@ async def embed(
         await _tokens(service, model, tokenizer, text, "input" if len(inputs) == 1 else f"input[{index}]", truncate)
         for index, text in enumerate(inputs)
     ]
-    vectors = [np.frombuffer(raw, dtype="<f4") for raw in await _vectors(service, model, tuple(texts))]
+    vectors = [np.frombuffer(raw, dtype="<f4") for raw in await _vectors(service, model, tuple(texts), keep_alive)]
     if dimensions is not None:
         vectors = [_shortened(vector, dimensions, how.normalize) for vector in vectors]
     return Embedded(vectors, sum(map(len, texts)))
@@ -106,10 +109,12 @@ def _too_long(model: CatalogModel, tokens: str, param: str) -> ApiError:
     return ApiError(400, message, "context_length_exceeded", param)
 
 
-async def _vectors(service: Service, model: CatalogModel, texts: tuple[tuple[int, ...], ...]) -> tuple[bytes, ...]:
+async def _vectors(
+    service: Service, model: CatalogModel, texts: tuple[tuple[int, ...], ...], keep_alive: float | None
+) -> tuple[bytes, ...]:
     began = time.perf_counter()
     request = EmbeddingRequest(f"embd-{uuid.uuid4().hex}", model.name, texts)
-    answer = service.scheduler.submit(request, service.config.timeouts.request)
+    answer = service.submit(request, None, keep_alive)
     try:
         async for report in answer:
             if report.vectors is not None:

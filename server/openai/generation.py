@@ -166,6 +166,7 @@ class Generation:
         stops: Sequence[str],
         *,
         timeout: float | None = None,
+        keep_alive: float | None = None,
         echo: str | None = None,
         only_echo: bool = False,
         parser: ToolCallParser | None = None,
@@ -180,6 +181,7 @@ class Generation:
         self._model = model
         self._request = request
         self._timeout = timeout
+        self._keep_alive = keep_alive
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopMatcher(stops)
         self._parser = parser
@@ -193,7 +195,7 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Raises Refused, possibly after some pieces."""
-        answer = self._service.submit(self._request, self._timeout)
+        answer = self._service.submit(self._request, self._timeout, self._keep_alive)
         served = False
         try:
             async for report in answer:
@@ -311,6 +313,7 @@ def generations_of(
             ),
             body.stop,
             timeout=body.timeout,
+            keep_alive=body.keep_alive,
             echo=prompt.echo,
             only_echo=body.max_tokens == 0,
             parser=rules.parser and rules.parser(),

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from server.errors import ApiError, invalid_request
+from server.keep_alive import KeepAlive
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
@@ -104,6 +105,9 @@ _MEDIA = {"image_url": "images", "input_image": "images", "input_audio": "audio"
 
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    def check(self) -> None:
+        """What concerns several parameters at once. Raises ApiError naming the one to change."""
 
 
 class StreamOptions(Part):
@@ -234,6 +238,7 @@ class Generate(Part):
         default={}, max_length=MAX_BIASES
     )
     response_format: ResponseFormat | None = None
+    keep_alive: KeepAlive | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Field(max_length=MAX_STOPS),
@@ -271,7 +276,6 @@ class Generate(Part):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def check(self) -> None:
-        """What concerns two parameters at once. Raises ApiError naming the one to change."""
         if self.stream_options is not None and not self.stream:
             raise _contradiction("stream_options", "it needs 'stream' to be true")
         if self.response_format is not None:
@@ -372,14 +376,12 @@ class EmbeddingsRequest(Part):
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
+    keep_alive: KeepAlive | None = None
     user: str | None = None
 
     @property
     def inputs(self) -> Sequence[str | list[int]]:
         return _several(self.input)
-
-    def check(self) -> None:
-        """Nothing concerns two parameters at once."""
 
 
 def _several(value: str | list[int] | list[str | list[int]]) -> Sequence[str | list[int]]:
@@ -392,7 +394,7 @@ def _contradiction(param: str, why: str) -> ApiError:
     return ApiError(400, f"Parameter '{param}' is invalid: {why}.", "invalid_value", param)
 
 
-R = TypeVar("R", Generate, ChatRequest, CompletionRequest, EmbeddingsRequest)
+R = TypeVar("R", bound=Part)
 
 
 def parse(kind: type[R], body: bytes) -> R:

@@ -70,6 +70,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.world.remove(model)
 
+    @rule(model=names, ttl=st.sampled_from([None, 0.0, 2.0]), priority=st.sampled_from([-1, 0, 5]))
+    def something_else_is_expected_of_a_model(self, model: str, ttl: float | None, priority: int) -> None:
+        spec = ev.ModelSpec(model, self.world.shards[model], ttl=ttl, priority=priority)
+        self.world.send(ev.ModelChanged(self.world.now, spec))
+
     @precondition(lambda self: self.world.now > 20)
     @rule()
     def drain_begins(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from scheduler.core import actions as act
@@ -344,3 +345,23 @@ def test_a_request_that_its_workers_keep_dying_with_is_given_up() -> None:
     assert failed.reason == "engine_failed"
     assert "3 times" in failed.message
     assert desk.core.request("a") is None
+
+
+def test_a_time_to_live_can_change_while_a_model_is_idle_or_busy() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("r1", "A"))
+    spec = ev.ModelSpec("A", ((1, 2),))
+    desk.send(ev.ModelChanged(0.0, replace(spec, ttl=0.0)))
+    assert desk.core.model("A").resident == 2  # it runs
+    assert [type(action) for action in desk.finish("r1")].count(act.PageOut) == 1
+    desk.answer(desk.arrive("r2", "A"))
+    desk.finish("r2")
+    desk.answer(desk.arrive("r3", "A"))
+    desk.send(ev.ModelChanged(0.0, replace(spec, ttl=5.0)))
+    desk.finish("r3")
+    assert not any(isinstance(action, act.PageOut) for action in desk.at(4.0))
+    desk.send(ev.ModelChanged(4.0, spec))
+    assert not any(isinstance(action, act.PageOut) for action in desk.at(60.0))
+    assert any(isinstance(action, act.PageOut) for action in desk.send(ev.ModelChanged(60.0, replace(spec, ttl=5.0))))
+    desk.send(ev.ModelChanged(60.0, ev.ModelSpec("unknown", ((1,),))))  # one that went meanwhile

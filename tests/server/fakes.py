@@ -121,6 +121,9 @@ class FakeScheduler:
             model.name, None, "absent", None, False, 0, pages, 0, model.nbytes, 0, 0, 0, None, None
         )
 
+    def change_model(self, model: ServedModel) -> None:
+        self.served[model.name] = model
+
     def remove_model(self, name: str) -> None:
         del self.served[name], self.statuses[name]
 

@@ -1,0 +1,1 @@
+"""Ollama's API, for clients that speak it: chat, generate, embed, and what there is."""

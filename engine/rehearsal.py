@@ -9,6 +9,7 @@ its own, beside other models' passes. Models of one shape have one rehearsal.
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from engine.model import BoundModel
 from engine.request import SamplingParams
 from engine.sampling import SamplingRow, sample
 from swapper.cuda_frames import CudaFramePool
-from swapper.errors import GswapdError
 from swapper.frames import Region
 from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks
 from swapper.image import Image, Shard
@@ -59,16 +59,19 @@ class Rehearsals:
 
     def _try(self, path: Path) -> None:
         try:
-            self._rehearse(Image.open(path))
-        except (GswapdError, OSError, RuntimeError, ValueError) as error:  # the model's own bind will tell
-            logger.warning("The model at %s could not be rehearsed: %s", path, error)
+            began = time.perf_counter()
+            if self._rehearse(Image.open(path)):
+                logger.info("The model at %s was rehearsed in %.2f s.", path, time.perf_counter() - began)
+        except Exception:  # whatever a model's code may raise: its own bind and passes will tell
+            logger.warning("The model at %s could not be rehearsed.", path, exc_info=True)
 
-    def _rehearse(self, image: Image) -> None:
+    def _rehearse(self, image: Image) -> bool:
+        """Returns whether it had to be done."""
         if image.manifest.embedding is not None:
-            return
+            return False
         shape = blake3((image.path / "config.json").read_bytes() + image.manifest.dtype.encode()).hexdigest()
         if shape in self._seen or len(self._seen) >= MOST_SHAPES or len(image.manifest.shards) > 1:
-            return  # a pass of several ranks needs all of them
+            return False  # a pass of several ranks needs all of them
         self._seen.add(shape)
         shard = image.manifest.shards[0]
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -79,6 +82,7 @@ class Rehearsals:
                 twin.close()
             finally:
                 stream.synchronize()
+        return True
 
     def _run(self, twin: BoundModel) -> None:
         """A long prompt, one decode and several, and every way to sample."""

@@ -324,8 +324,14 @@ class LiveScheduler:
         """Let what a group lost be gone before the core decides anew."""
         match event:
             case events.WorkerUp():
-                if self._links[event.group].came_up():
+                link = self._links[event.group]
+                if link.came_up(event.ranks, event.pp):
                     self._observer.worker_restarted(event.group)
+                for model in self._models.values():
+                    link.introduce(model)
+            case events.ModelAdded():
+                for link in self._links.values():
+                    link.introduce(self._models[event.model.name])
             case events.WorkerLost():
                 self._links[event.group].lost()
                 self._records.group_lost(event.group)

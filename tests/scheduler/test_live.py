@@ -19,14 +19,16 @@ A, B = served("a", 4), served("b", 4)
 
 
 @virtual_time
-async def test_a_turn_makes_one_post_a_group_and_the_model_is_introduced_first() -> None:
+async def test_workers_hear_of_a_model_at_once_and_a_turn_makes_one_post_a_group() -> None:
     async with house(A) as here:
+        await settle()
+        assert here.group.posts == [[AddModel("a", "/models/a", "identity of a")]]
         for id in ("r1", "r2"):
             here.scheduler.submit(request(id, "a"), 60.0)
         await settle()
-        assert len(here.group.posts) == 1
-        kinds = [type(command) for command in here.group.posts[0]]
-        assert kinds[0] is AddModel
+        assert len(here.group.posts) == 2
+        kinds = [type(command) for command in here.group.posts[1]]
+        assert AddModel not in kinds
         assert kinds.count(PageIn) == 2
         assert kinds.count(Serve) == 2
 

@@ -52,6 +52,7 @@ def paged_in(state: State, event: PagedIn) -> None:
     group, model = state.groups[event.group], state.models[event.model]
     measure_extent(state, group, model, placement)
     group.outstanding -= 1
+    group.prefetch_at = 0.0
     placement.extents.popleft()
     placement.resident = event.last
     state.settle(placement)
@@ -108,6 +109,7 @@ def page_out_failed(state: State, event: PageOutFailed) -> None:
     placement.leaving = None
     placement.out_failures += 1
     placement.out_message = event.message
+    state.groups[event.group].version += 1
     placement.out_retry_at = state.now + state.config.backoff(placement.out_failures)
     state.wake_group(state.groups[event.group], placement.out_retry_at)
     state.wake_model(state.models[event.model], placement.out_retry_at)
@@ -124,10 +126,18 @@ def kv_wanted(state: State, event: KvWanted) -> None:
 
 def kv_released(state: State, event: KvReleased) -> None:
     placement = find(state, event.group, event.model)
-    if placement is not None:
-        placement.kv.released(event.epoch, event.frames)
-        state.groups[event.group].ledger.set_kv(event.model, placement.kv.reserved)
-        state.touch(placement)
+    if placement is None:
+        return
+    before = placement.kv.reserved
+    placement.kv.released(event.epoch, event.frames)
+    if placement.kv.reserved < before:
+        group = state.groups[event.group]
+        group.ledger.set_kv(event.model, placement.kv.reserved)
+        group.version += 1
+        if group.wanted or group.busy:
+            state.touched_groups[event.group] = None
+        if not placement.is_held:
+            state.touched_models[event.model] = None
 
 
 def started(state: State, event: Started) -> None:
@@ -156,6 +166,8 @@ def suspended(state: State, event: Suspended) -> None:
     placement = _acted(state, event.group, event.model, event.epoch)
     if placement is not None and placement.activity is Activity.SUSPENDING:
         placement.activity = Activity.SUSPENDED
+        state.groups[event.group].version += 1
+        state.touch(placement)
         placement.kv_suspended = max(event.kv_frames, placement.least_kv)
         placement.suspended_at, placement.number_suspended = state.now, state.next_number()
 
@@ -164,6 +176,7 @@ def resumed(state: State, event: Resumed) -> None:
     """The race: as in `suspended`."""
     placement = _acted(state, event.group, event.model, event.epoch)
     if placement is not None and placement.activity is Activity.RESUMING:
+        state.touch(placement)
         placement.activity = Activity.RUNNING
 
 

@@ -89,7 +89,9 @@ class SchedulerCore:
         self._history.append(event)
         state = self._state
         try:
-            self._check(event)
+            check = _CHECKS.get(type(event))
+            if check is not None:
+                check(state, event)
             state.now = max(state.now, event.at)
             _HANDLERS[type(event)](state, event)
             self._planner.plan()
@@ -161,44 +163,61 @@ class SchedulerCore:
             placements=tuple(_placement_view(placement) for placement in placements),
         )
 
-    # ---- what cannot be
 
-    def _check(self, event: events.Event) -> None:
-        """Raise InvalidTransition for what neither a client, nor a worker, nor a race between them can cause."""
-        match event:
-            case events.Arrived(request=ident):
-                self._check_new(ident)
-            case events.LoadWanted(job=ident) | events.EvictWanted(job=ident):
-                self._check_new(ident)
-            case events.ModelAdded(model=spec):
-                if spec.name in self._state.models:
-                    raise InvalidTransition(f"model {spec.name} is known already; it has to be gone before it is added")
-            case events.PagedIn():
-                self._check_paged_in(event)
-            case events.KvReleased():
-                placement = completions.find(self._state, event.group, event.model)
-                known = placement is not None and placement.kv.awaits(event.epoch)
-                if placement is not None and known and event.frames > placement.kv.reserved:
-                    raise InvalidTransition(
-                        f"{event.model} may hold {placement.kv.reserved} KV frames on {event.group}, not {event.frames}"
-                    )
-            case events.PagedOut():
-                placement = completions.find(self._state, event.group, event.model)
-                leaving = placement.leaving if placement is not None else None
-                if leaving is not None and leaving.epoch == event.epoch and leaving.keep != event.keep:
-                    raise InvalidTransition(f"{leaving.keep} pages were to be kept, not {event.keep}")
+def _check_request(state: State, event: events.Arrived) -> None:
+    _check_new(state, event.request)
 
-    def _check_new(self, ident: str) -> None:
-        if ident in self._state.requests or ident in self._state.jobs:
-            raise InvalidTransition(f"{ident} names a request or job that has not ended yet")
 
-    def _check_paged_in(self, event: events.PagedIn) -> None:
-        placement = completions.find(self._state, event.group, event.model)
-        if placement is None or not placement.awaits(event.epoch):
-            return
-        first = placement.extents[0]
-        if (event.epoch, event.last) != (first.epoch, first.last):
-            raise InvalidTransition(f"extents come in order: the next ends at page {first.last}, epoch {first.epoch}")
+def _check_job(state: State, event: events.LoadWanted | events.EvictWanted) -> None:
+    _check_new(state, event.job)
+
+
+def _check_new(state: State, ident: str) -> None:
+    if ident in state.requests or ident in state.jobs:
+        raise InvalidTransition(f"{ident} names a request or job that has not ended yet")
+
+
+def _check_added(state: State, event: events.ModelAdded) -> None:
+    if event.model.name in state.models:
+        raise InvalidTransition(f"model {event.model.name} is known already; it has to be gone before it is added")
+
+
+def _check_kv_released(state: State, event: events.KvReleased) -> None:
+    placement = completions.find(state, event.group, event.model)
+    if placement is not None and placement.kv.awaits(event.epoch) and event.frames > placement.kv.reserved:
+        raise InvalidTransition(
+            f"{event.model} may hold {placement.kv.reserved} KV frames on {event.group}, not {event.frames}"
+        )
+
+
+def _check_paged_out(state: State, event: events.PagedOut) -> None:
+    placement = completions.find(state, event.group, event.model)
+    leaving = placement.leaving if placement is not None else None
+    if leaving is not None and leaving.epoch == event.epoch and leaving.keep != event.keep:
+        raise InvalidTransition(f"{leaving.keep} pages were to be kept, not {event.keep}")
+
+
+def _check_paged_in(state: State, event: events.PagedIn) -> None:
+    placement = completions.find(state, event.group, event.model)
+    if placement is None or not placement.awaits(event.epoch):
+        return
+    first = placement.extents[0]
+    if (event.epoch, event.last) != (first.epoch, first.last):
+        raise InvalidTransition(f"extents come in order: the next ends at page {first.last}, epoch {first.epoch}")
+
+
+_CHECKS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
+    {
+        events.Arrived: _check_request,
+        events.LoadWanted: _check_job,
+        events.EvictWanted: _check_job,
+        events.ModelAdded: _check_added,
+        events.PagedIn: _check_paged_in,
+        events.KvReleased: _check_kv_released,
+        events.PagedOut: _check_paged_out,
+    }
+)
+"""What neither a client, nor a worker, nor a race between them can cause raises InvalidTransition here."""
 
 
 def _prominence(placement: Placement) -> tuple[bool, int, bool]:

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from scheduler.core.model import Model
 
 
+class Vain(NamedTuple):
+    """A demand for which no room could be made: nothing to try again before something changes, or the time comes."""
+
+    version: int
+    queue: int
+    ask_at: float
+
+
 @dataclass(slots=True)
 class Group:
     """One that was lost is remembered: it is expected to come back."""
@@ -29,6 +37,9 @@ class Group:
     pinned: dict[str, Model] = field(default_factory=dict)  # in the order in which they were pinned
     loading: dict[str, Placement] = field(default_factory=dict)  # what has reserved pages that were not asked for yet
     known: dict[str, None] = field(default_factory=dict)  # models that were paged out here, the latest last
+    version: int = 0  # changes when pages or KV become free or idle
+    in_vain: dict[str, Vain] = field(default_factory=dict)  # by model
+    prefetch_at: float = 0.0  # when it may pay to bring something in ahead
     next_in: str = ""  # the model that room was made for, or pages asked for, last
     outstanding: int = 0  # extents asked for and not in
     extent_in_at: float = 0.0  # when the last one came in

@@ -13,14 +13,16 @@ take no more work, and are suspended if they take long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from scheduler.core.fitting import can_hold
-from scheduler.core.group import Group
+from scheduler.core.group import Group, Vain
 from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
 from scheduler.core.model import Model
 from scheduler.core.placement import EXTENTS_AHEAD, Activity, Placement
 from scheduler.core.requests import Request
+from scheduler.core.sites import CANDIDATES
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 from scheduler.policy.base import Policy
@@ -61,9 +63,11 @@ class GroupPlan:
             self._lend_kv()
         if not group.wanted:
             self._offer()
-        if group.outstanding == 0 and not self._link_is_taken:
+        if group.outstanding == 0 and state.now >= group.prefetch_at and not self._link_is_taken:
             self._prefetch()
-        state.shapes[group.mesh].rank(group)
+        shape = state.shapes[group.mesh]
+        if len(shape.groups) > CANDIDATES:
+            shape.rank(group)
 
     def _consider_all(self) -> None:
         wants = [want for name in list(self._group.wanted) if (want := self._want(name)) is not None]
@@ -78,6 +82,7 @@ class GroupPlan:
         stalled = self._state.shapes[self._group.mesh].stalled
         for name in list(stalled)[:STALLED_LOOKED_AT]:
             del stalled[name]
+            self._state.models[name].is_offered = True
             self._state.touched_models[name] = None
 
     # ---- what is wanted
@@ -215,27 +220,37 @@ class GroupPlan:
     def _prefetch(self) -> None:
         """The link has nothing to do: bring in ahead what may be wanted soon."""
         state, group = self._state, self._group
-        group.known = {name: None for name in group.known if name in state.models}
-        candidates, holders = [], []
-        for name in [*group.known, *(name for name in group.placements if name not in group.known)]:
-            placement = group.placements.get(name)
-            if placement is None or placement.phase is Phase.ABSENT:
-                candidates.append(self._holder(Placement(name, group.name, state.models[name].pages, 0)))
-            elif placement.can_page_out(state.now):
-                holder = self._holder(placement)
-                if holder.missing:
-                    candidates.append(holder)
-                if name not in group.pinned:
-                    holders.append(holder)
-        candidates = [c for c in candidates if not c.is_wanted and not state.models[c.model].is_leaving]
-        choice = self._policy.prefetch(candidates, holders, state.now) if candidates else None
+        group.prefetch_at = math.inf
+        candidates = [holder for name in list(group.known) if (holder := self._candidate(name)) is not None]
+        if not candidates:
+            return
+        choice = self._policy.prefetch(candidates, self._idle_holders(""), state.now)
         if choice is None:
             return
         if choice.ask_at is not None:
+            group.prefetch_at = choice.ask_at
             state.wake_group(group, choice.ask_at)
         if choice.model is None:
             return
-        model, placement = state.models[choice.model], group.placements.get(choice.model)
+        self._bring_ahead(choice.model, choice.victims)
+
+    def _candidate(self, name: str) -> Holder | None:
+        """A model that was paged out here, if it could be brought in again."""
+        group, model = self._group, self._state.models[name]
+        if name in group.wanted or model.is_leaving or model.history.next_use(self._state.now) is None:
+            return None
+        placement = group.placements.get(name)
+        if placement is None or placement.phase is Phase.ABSENT:
+            return self._holder(Placement(name, group.name, model.pages, 0))
+        if placement.is_committed:
+            del group.known[name]
+            return None
+        return self._holder(placement) if placement.phase is Phase.PARTIAL else None
+
+    def _bring_ahead(self, name: str, victims: Sequence[Holder]) -> None:
+        """Ask for the next extent of a model, or make room for it."""
+        state, group = self._state, self._group
+        model, placement = state.models[name], group.placements.get(name)
         reserved = placement.reserved if placement is not None else 0
         last = min(model.pages, reserved + state.config.extent_pages)
         lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
@@ -244,8 +259,8 @@ class GroupPlan:
             state.reserve(group, placement, last)
             state.issue_extents(group, placement)
             return
-        want = Want(choice.model, 0, state.now, state.now, 1, 0.0, 0.0, 0.0)
-        room = make_room(self._memory(want, lacking), choice.victims)
+        want = Want(name, 0, state.now, state.now, 0, 0.0, 0.0, 0.0)
+        room = make_room(self._memory(want, lacking), victims)
         if room.short <= 0:
             for tail in room.tails:
                 self._take(want, group.placements[tail.model], tail.keep)
@@ -280,9 +295,10 @@ class GroupPlan:
     def _make_room(self, want: Want, lacking: Sequence[int]) -> bool:
         """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
         state, now = self._state, self._state.now
+        if self._is_in_vain(want):
+            return False
         memory = self._memory(want, lacking)
-        others = [p for p in self._group.placements.values() if p.model != want.model and p.reserved]
-        holders = [self._holder(p) for p in others if p.can_page_out(now) and not self._is_pinned(p)]
+        holders = self._idle_holders(want.model)
         victims = self._policy.victims(want, holders, now)
         room = make_room(memory, victims, self._policy.whole)
         surplus = self._surplus(want.model)
@@ -296,13 +312,25 @@ class GroupPlan:
                 self._group.next_in = want.model
             return True
         if now >= want.due:
-            self._clear(want, memory, holders, [p for p in others if p.is_busy])
+            self._clear(want, memory, holders)
             self._claim(lacking)
         else:
             worth = self._policy.worth_at(want, holders, now)
-            state.wake_group(self._group, want.due if worth is None or worth <= now else min(worth, want.due))
+            ask_at = want.due if worth is None or worth <= now else min(worth, want.due)
+            self._group.in_vain[want.model] = Vain(self._group.version, want.queue, ask_at)
+            state.wake_group(self._group, ask_at)
             state.shapes[self._group.mesh].stalled[want.model] = None
         return False
+
+    def _is_in_vain(self, want: Want) -> bool:
+        """Whether room was looked for before, and neither the group nor the queue has changed since."""
+        vain = self._group.in_vain.get(want.model)
+        if vain is None or vain.version != self._group.version or vain.queue != want.queue:
+            return False
+        if self._state.now >= vain.ask_at:
+            return False
+        self._state.wake_group(self._group, vain.ask_at)
+        return True
 
     def _take(self, want: Want, victim: Placement, keep: int) -> None:
         state = self._state
@@ -320,8 +348,14 @@ class GroupPlan:
         if len(self._group.known) > MOST_KNOWN:
             del self._group.known[next(iter(self._group.known))]
 
-    def _is_pinned(self, placement: Placement) -> bool:
-        return placement.model in self._group.pinned
+    def _idle_holders(self, besides: str) -> list[Holder]:
+        """Whose pages may be taken."""
+        now, pinned = self._state.now, self._group.pinned
+        return [
+            self._holder(placement)
+            for name, placement in self._group.placements.items()
+            if name != besides and placement.can_page_out(now) and name not in pinned
+        ]
 
     def _memory(self, want: Want, lacking: Sequence[int]) -> Memory:
         """The group's memory as this demand sees it."""
@@ -353,11 +387,12 @@ class GroupPlan:
 
     # ---- what is due and finds nothing to take
 
-    def _clear(self, want: Want, memory: Memory, idle: Sequence[Holder], busy: Sequence[Placement]) -> None:
+    def _clear(self, want: Want, memory: Memory, idle: Sequence[Holder]) -> None:
         """Busy models must make room: they take no more work, and what would run for long is suspended."""
+        busy = [p for p in self._group.busy.values() if p.model != want.model and not p.is_suspended]
         if any(placement.model in self._held_back for placement in busy):
             return
-        chosen = who_must_drain(memory, idle, [self._holder(placement) for placement in busy if placement.running])
+        chosen = who_must_drain(memory, idle, [self._holder(placement) for placement in busy])
         self._held_back.update(chosen)
         if self._state.config.time_slice is not None:
             for name in chosen:
@@ -411,7 +446,7 @@ class GroupPlan:
         """
         for placement in self._group.busy.values():
             kv = placement.kv
-            if kv.wanted > kv.granted and placement.activity is Activity.RUNNING:
+            if kv.wanted > kv.granted:
                 most = kv.reserved + min(self._group.ledger.free())
                 if self._claims is not None:
                     most = min(most, kv.granted + min(self._unclaimed()))

@@ -17,21 +17,19 @@ class Grant(NamedTuple):
 class KvAccount:
     """Invariant: the worker never holds more KV frames of the model than `reserved`."""
 
+    __slots__ = ("_ceiling", "_grants", "granted", "reserved", "wanted")
+
     def __init__(self) -> None:
         self.wanted = 0  # what the batch asked for last; 0 once the model is idle
+        self.granted = 0
+        self.reserved = 0
         self._grants = [Grant(0, 0)]  # the one answered last, then those not answered yet
         self._ceiling = 0  # the worker's last answer: it held at most this
 
-    @property
-    def granted(self) -> int:
-        return self._grants[-1].frames
-
-    @property
-    def reserved(self) -> int:
-        return max(self._ceiling, max(grant.frames for grant in self._grants))
-
     def grant(self, frames: int, epoch: int) -> None:
         self._grants.append(Grant(epoch, frames))
+        self.granted = frames
+        self.reserved = max(self.reserved, frames)
 
     def awaits(self, epoch: int) -> bool:
         """Whether an answer to this grant says something new."""
@@ -52,3 +50,4 @@ class KvAccount:
         if self.awaits(epoch):
             self._grants = [grant for grant in self._grants if grant.epoch >= epoch]
             self._ceiling = frames
+            self.reserved = max(frames, max(grant.frames for grant in self._grants))

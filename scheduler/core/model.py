@@ -33,6 +33,7 @@ class Model:
     retry_at: float = 0.0
     last_finish: float | None = None
     removed: bool = False
+    is_offered: bool = False  # a group has nothing to do and may be better than the one it waits on
     wake_at: float | None = None  # when it is to be looked at though nothing happens
     page_seconds: float | None = None  # measured: to read one of its pages
     run_seconds: float | None = None  # measured: from when it could run to its end, a request

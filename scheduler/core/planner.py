@@ -106,6 +106,7 @@ class Planner:
         for group in model.targets:
             if group not in targets:
                 state.groups[group].wanted.pop(name, None)
+                state.groups[group].version += 1
                 state.touched_groups[group] = None
         for group in targets:
             state.groups[group].wanted[name] = None
@@ -175,6 +176,9 @@ class Planner:
     def _delete(self, model: Model) -> None:
         name = model.spec.name
         self._set_targets(model, {})
+        for other in self._state.shape(model).groups.values():
+            other.known.pop(name, None)
+            other.in_vain.pop(name, None)
         for group in model.placements:
             del self._state.groups[group].placements[name]
         del self._state.models[name]

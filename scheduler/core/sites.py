@@ -13,7 +13,7 @@ from scheduler.core.model import Model
 from scheduler.core.placement import Placement
 from scheduler.core.state import State
 
-CANDIDATES = 4
+CANDIDATES = 3
 """Groups that are looked at closely for a model, beside those that hold some of it."""
 
 REPLICA_PAYS = 1.5
@@ -29,7 +29,8 @@ def aim(state: State, model: Model) -> dict[str, None]:
         if p.is_committed and can_hold(state.groups[p.group], model, kv)
     }
     if not targets:
-        group = _choose(state, model, kv)
+        group = _aimed_at(state, model, kv) or _choose(state, model, kv)
+        model.is_offered = False
         if group is not None:
             targets[group.name] = None
     elif model.waiting and _is_saturated(state, model, targets):
@@ -38,6 +39,14 @@ def aim(state: State, model: Model) -> dict[str, None]:
             state.explain(model, "placed", f"{len(model.waiting)} requests wait, so it comes to {group.name} too.")
             targets[group.name] = None
     return targets
+
+
+def _aimed_at(state: State, model: Model, kv: int) -> Group | None:
+    """Where it waits already, unless another group offers itself."""
+    if model.is_offered:
+        return None
+    groups = (state.groups[name] for name in model.targets)
+    return next((group for group in groups if group.up and can_hold(group, model, kv)), None)
 
 
 def _is_saturated(state: State, model: Model, targets: dict[str, None]) -> bool:

@@ -172,6 +172,7 @@ class State:
         shards = self.models[placement.model].spec.shards
         group.ledger.drop(shards, placement.issued, placement.reserved)
         placement.reserved = placement.issued
+        group.version += 1
         group.loading.pop(placement.model, None)
         self.touch(placement)
 
@@ -181,6 +182,8 @@ class State:
         group.ledger.drop(shards, keep, placement.reserved)
         placement.resident = placement.issued = placement.reserved = keep
         group.loading.pop(placement.model, None)
+        group.prefetch_at = 0.0
+        group.version += 1
         self.touch(placement)
 
     def issue_extents(self, group: Group, placement: Placement) -> None:
@@ -210,7 +213,11 @@ class State:
             placement.follow(Signal.EXTENT_IN)
         else:
             placement.follow(Signal.ALL_IN if placement.resident == placement.pages else Signal.STOPPED)
-        self.touch(placement)
+        self.groups[placement.group].version += 1
+        self.touched_groups[placement.group] = None
+        model = self.models[placement.model]
+        if model.jobs or model.removed or not placement.running:
+            self.touched_models[placement.model] = None
 
     # ---- running
 
@@ -233,19 +240,20 @@ class State:
     def stop_running(self, group: Group, placement: Placement) -> None:
         """Nothing runs here any more: it keeps no KV, and nothing is suspended."""
         group.busy.pop(placement.model, None)
+        group.prefetch_at = 0.0
+        group.version += 1
         placement.kv.wanted = 0
         placement.activity = Activity.RUNNING
 
     def _one_less(self, placement: Placement) -> None:
         self.touched_groups[placement.group] = None
-        if self.models[placement.model].is_leaving:
+        model = self.models[placement.model]
+        if not placement.running:
+            self.stop_running(self.groups[placement.group], placement)
+            if placement.kv.granted:
+                self.grant(placement, 0)
+        if model.is_leaving or (model.spec.ttl is not None and not placement.running):
             self.touched_models[placement.model] = None
-        if placement.running:
-            return
-        self.stop_running(self.groups[placement.group], placement)
-        if placement.kv.granted:
-            self.grant(placement, 0)
-        self.touched_models[placement.model] = None
 
     def suspend(self, placement: Placement) -> None:
         placement.activity = Activity.SUSPENDING
@@ -263,4 +271,5 @@ class State:
 
     def _account_grant(self, placement: Placement, frames: int, epoch: int) -> None:
         placement.kv.grant(frames, epoch)
+        self.groups[placement.group].version += 1
         self.groups[placement.group].ledger.set_kv(placement.model, placement.kv.reserved)

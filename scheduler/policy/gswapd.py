@@ -29,7 +29,7 @@ RETURN_WEIGHT = 1.0
 """Seconds that must have been waited for each second of an expected reload."""
 
 COST_PATIENCE = 0.3
-RATE_WEIGHT = 1.5
+RATE_WEIGHT = 0.5
 SPREAD = 0.0
 """How much more the last page of a model is worth than the first that goes."""
 

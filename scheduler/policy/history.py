@@ -15,7 +15,9 @@ from math import exp
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
 
-DOUBT = 1.0
+BELIEVED = 8
+PRIOR = 1.0
+DOUBT = 3.0
 """Gaps that are taken to be endless beside those that are remembered, so that a few of them are not believed."""
 
 
@@ -50,8 +52,10 @@ class History:
         elapsed = now - self.last
         begin = bisect_right(self._sorted, elapsed)
         count = len(self._sorted) - begin
+        seen = len(self._sorted)
+        prior = DOUBT * PRIOR / (1.0 + elapsed / patience) * seen / (seen + DOUBT)
         if count == 0:
-            return 0.0
+            return prior / DOUBT
         tails = self._tails.get(patience)
         if tails is None:
             sums, total = [0.0] * len(self._sorted), 0.0
@@ -59,14 +63,14 @@ class History:
                 total += exp(-self._sorted[index] / patience)
                 sums[index] = total
             tails = self._tails[patience] = sums
-        return min(1.0, exp(min(50.0, elapsed / patience)) * tails[begin] / (count + DOUBT))
+        return min(1.0, (exp(min(50.0, elapsed / patience)) * tails[begin] + prior) / (count + DOUBT))
 
     def next_use(self, now: float) -> float | None:
         """When the next request may come: at the median of the gaps that are still possible. None: cannot be told."""
         if self.last is None:
             return None
         begin = bisect_right(self._sorted, now - self.last)
-        if begin == len(self._sorted):
+        if len(self._sorted) - begin < BELIEVED:
             return None
         return self.last + self._sorted[(begin + len(self._sorted)) // 2]
 

@@ -26,8 +26,7 @@ class Want(NamedTuple):
     is_in: bool = False  # all its pages are in or on their way for good: only KV may lack
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A model's pages and KV frames on the group in question."""
 
     model: str

@@ -46,6 +46,7 @@ format: $(READY)  ## format the code and mend what lint can mend
 bench: $(READY)  ## measure: each bench prints its bars and saves bench/results/
 	$(BIN)/python -m bench.page_in
 	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.http
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

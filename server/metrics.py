@@ -35,6 +35,7 @@ class Metrics:
         self._fed = {family: self._made(family) for family in FED}
         self._taken: dict[str, float] = {}  # model → when its pages were last taken for another
         self._models: set[str] = set()
+        self._next_token: dict[str, Histogram] = {}  # by model: found at once, for every token asks for it
         self._scheduler: Scheduler | None = None
         for family in FED:
             if "model" not in family.labels:
@@ -82,6 +83,9 @@ class Metrics:
     def know(self, model: str) -> None:
         """The model is in the store: its time series begin, at 0."""
         self._models.add(model)
+        next_token = self._fed[families.INTER_TOKEN].labels(model)
+        assert isinstance(next_token, Histogram)
+        self._next_token[model] = next_token
         for family in FED:
             if "model" in family.labels:
                 self._begin(family, model=model)
@@ -89,6 +93,7 @@ class Metrics:
     def forget(self, model: str) -> None:
         """The model is gone from the store: its time series end."""
         self._models.discard(model)
+        self._next_token.pop(model, None)
         self._taken.pop(model, None)
         for family, metric in self._fed.items():
             if "model" in family.labels:
@@ -100,7 +105,8 @@ class Metrics:
         self._observe(families.FIRST_TOKEN, seconds, model)
 
     def next_token(self, model: str, seconds: float) -> None:
-        self._observe(families.INTER_TOKEN, seconds, model)
+        if (series := self._next_token.get(model)) is not None:
+            series.observe(seconds)
 
     def answered(self, model: str, prompt_tokens: int, generation_tokens: int) -> None:
         self._count(families.PROMPT_TOKENS, model, by=prompt_tokens)

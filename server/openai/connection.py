@@ -7,7 +7,8 @@ has had nothing to say for a while says something that clients pass over, so tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import types
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -126,11 +127,24 @@ def _part(body: bytes) -> Message:
 
 
 async def _send(send: Send, message: Message) -> None:
+    """A write that is done at once, as nearly all are, needs no timer, which would cost as much as the write."""
+    sending = send(message).__await__()
+    try:
+        blocked_on = next(sending)
+    except StopIteration:
+        return
     try:
         async with asyncio.timeout(WRITE_TIMEOUT):
-            await send(message)
+            await _resume(sending, blocked_on)
     except TimeoutError:
         raise ClientDisconnect from None
+
+
+@types.coroutine
+def _resume(sending: Generator[Any, None, None], blocked_on: Any) -> Generator[Any, None, None]:
+    """Go on with what has begun already and waits for a future."""
+    yield blocked_on
+    yield from sending
 
 
 async def _first(events: AsyncGenerator[bytes]) -> bytes:

@@ -20,7 +20,7 @@ from engine.encoder_batching import EncoderBatcher
 from engine.follower import FollowerEngine
 from engine.kv_keeper import HostRoom, KvKeeper
 from engine.leader import Leader
-from engine.mesh import Mesh
+from engine.mesh import Mesh, Traffic
 from engine.model import ModelRunnerProtocol
 from engine.recorder import Recorder
 from engine.request import EngineReport, Request, RequestFailed
@@ -222,6 +222,11 @@ class Engine:
                 if runner.broken is not None:
                     raise WorkerError(f"The batch loop of model {name} broke down: {runner.broken!r}")
         return self._turn.held
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What collectives have moved; None where there are no other ranks."""
+        return self._leader.mesh.traffic if self._leader is not None else None
 
     @property
     def steps(self) -> int:

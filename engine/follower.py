@@ -20,10 +20,10 @@ import torch
 from engine.batch import StepBatch
 from engine.batch_code import BatchDecoder
 from engine.blocks import FollowedBlocks
-from engine.mesh import Mesh
+from engine.mesh import Mesh, Traffic
 from engine.model import ModelRunnerProtocol, PageGate
 from engine.recorder import Recorder
-from engine.request import EngineReport, GenerationRequest, KvReleased, Resumed, Suspended
+from engine.request import EngineReport, KvReleased, Request, Resumed, Suspended
 from engine.streams import pass_stream
 from swapper.errors import PageInAborted, WorkerError
 from swapper.frames import FramePool
@@ -199,7 +199,7 @@ class FollowerEngine:
         followed.model.close()
         followed.blocks.close()
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: Request) -> None:
         """Nothing: followers take plans, not requests."""
 
     def cancel(self, request: str) -> None:
@@ -233,6 +233,11 @@ class FollowerEngine:
         if self._mesh.broken is not None:
             raise WorkerError(self._mesh.broken)
         return self._computing
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Engine.traffic`."""
+        return self._mesh.traffic
 
     def close(self, timeout: float = PASS_TIMEOUT) -> None:
         self._mesh.close()

@@ -22,7 +22,11 @@ from swapper.geometry import kv_blocks
 
 if TYPE_CHECKING:
     from engine.attention import Pass
+    from engine.mesh import Traffic
     from engine.model import PageGate
+
+RECORD_TIMEOUT = 30.0
+"""Seconds that a pass with other ranks waits for the recording of its graph."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Pass"], torch.Tensor]
 """Runs a module on token ids, positions and sampled rows; logits of the sampled rows out."""
@@ -63,13 +67,18 @@ class GpuPasses:
         is_ready: Callable[[int], bool],
         nbytes: int,
         context_length: int,
+        traffic: Traffic | None = None,
     ) -> None:
-        """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`."""
+        """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`. `traffic` counts the
+        collectives of its passes, if it has other ranks.
+        """
         self._name = name
         self._run = run
         self._is_ready = is_ready
         self._nbytes = nbytes
         self._device = device
+        self._traffic = traffic
+        self._moved: dict[int, Traffic] = {}  # by a decode, by bucket
         self._staging = Staging(device)
         self._graphs = graphs_of(device)
         self._row = decode_row(device, kv_blocks(context_length))
@@ -96,12 +105,21 @@ class GpuPasses:
         self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
     ) -> torch.Tensor:
         self.likeliest = None
-        bucket = bucket_of(len(batch.slices)) if decodes_only(batch) else None
-        if bucket is not None and self._graphs.may_record(self._owner) and self._is_ready(self._nbytes):
+        bucket = bucket_of(len(batch.slices)) if decodes_only(batch) and batch.in_one else None
+        if bucket is not None and (self._is_decided or self._may_replay()):
             gate(self._nbytes)  # a graph has no gates
             self._row.copy(batch, bucket, self._owner, tokens)
             return self._decode(bucket, cache, gate)[: len(batch.slices)]
         return self._eager(self._staging.copy(batch, tokens), cache, gate)
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether a batch tells by itself that a graph may run it. Ranks of a mesh must not differ in that: graphs pad
+        batches, and so what their collectives move."""
+        return self._traffic is not None
+
+    def _may_replay(self) -> bool:
+        return self._graphs.may_record(self._owner) and self._is_ready(self._nbytes)
 
     def _decode(self, bucket: int, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
         """A pass over what is in the row: replayed, or run in the same shape until there is a graph of it."""
@@ -109,10 +127,19 @@ class GpuPasses:
         graph = self._graphs.find(key)
         if graph is not None:
             self.likeliest = graph.likeliest
+            if self._traffic is not None:
+                self._traffic.add(self._moved[bucket])
             return graph.replay()
         inputs = self._row.tensors(bucket)
+        before = None if self._traffic is None else self._traffic.copy()
         logits = self._eager(inputs, cache, gate)
         self._graphs.ask(key, self._name, lambda: self._eager(inputs, cache, _open))
+        if self._traffic is not None and before is not None:
+            self._moved[bucket] = self._traffic.since(before)
+            # A recording's collectives must not mix with a pass's, so nothing is launched meanwhile; nor do they count.
+            after = self._traffic.copy()
+            self._graphs.wait_recorded(RECORD_TIMEOUT)
+            self._traffic.add(self._traffic.since(after), -1)
         return logits
 
     def _eager(self, inputs: StepTensors, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:

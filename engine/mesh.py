@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -94,10 +94,23 @@ class Traffic:
 
     kinds: dict[str, Moved] = field(default_factory=dict)
 
-    def count(self, kind: str, tensor: torch.Tensor) -> None:
+    def count(self, kind: str, nbytes: int, calls: int = 1) -> None:
         moved = self.kinds.setdefault(kind, Moved())
-        moved.calls += 1
-        moved.nbytes += tensor.nbytes
+        moved.calls += calls
+        moved.nbytes += nbytes
+
+    def add(self, other: Traffic, sign: int = 1) -> None:
+        for kind, moved in other.kinds.items():
+            self.count(kind, sign * moved.nbytes, sign * moved.calls)
+
+    def copy(self) -> Traffic:
+        return Traffic({kind: replace(moved) for kind, moved in self.kinds.items()})
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was moved after a copy was made."""
+        moved = self.copy()
+        moved.add(before, -1)
+        return moved
 
 
 class Mesh:
@@ -268,7 +281,7 @@ class Mesh:
     @contextmanager
     def _moving(self, kind: str, tensor: torch.Tensor) -> Iterator[None]:
         """Count a collective. On a GPU it is only launched here, so that is what a recording says of its time."""
-        self.traffic.count(kind, tensor)
+        self.traffic.count(kind, tensor.nbytes)
         began = time.perf_counter()
         yield
         if self.recorder.on:

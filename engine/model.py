@@ -28,6 +28,7 @@ from swapper.image import Image, Shard
 
 if TYPE_CHECKING:
     from engine.gpu_passes import GpuPasses
+    from engine.mesh import Traffic
 
 
 class KvCache(Protocol):
@@ -93,8 +94,9 @@ class BoundModel:
         module: PreTrainedModel,
         kv: KvLayout,
         stage: Stage | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        """`stage` is its place in a pipeline, if it has one."""
+        """`stage` is its place in a pipeline, if it has one; `traffic` what counts its collectives."""
         manifest = image.manifest
         self.weights = weights
         self.name = manifest.model
@@ -107,7 +109,7 @@ class BoundModel:
         self._stage = stage
         self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
-        self._gpu = self._gpu_passes() if self._device.type == "cuda" else None
+        self._gpu = self._gpu_passes(traffic) if self._device.type == "cuda" else None
 
     @staticmethod
     def bind(image: Image, shard: WeightRegion, mesh: Collectives | None = None) -> BoundModel:
@@ -138,7 +140,8 @@ class BoundModel:
         bind_weights(module, image, shard)
         if stage is not None:
             stage.connect(module, own)
-        return BoundModel(shard, image, module, kv, stage)
+        traffic = mesh.traffic if mesh is not None and mesh.rank.size > 1 else None
+        return BoundModel(shard, image, module, kv, stage, traffic)
 
     @property
     def likeliest(self) -> torch.Tensor | None:
@@ -194,13 +197,13 @@ class BoundModel:
             self._stage.send_logits(logits)
         return logits
 
-    def _gpu_passes(self) -> GpuPasses:
+    def _gpu_passes(self, traffic: Traffic | None) -> GpuPasses:
         from engine.fused import fuse  # both need Triton
         from engine.gpu_passes import GpuPasses
 
         fuse(self._module)
         end = max((extent.end for extent in self.weights.shard.layers), default=0)
-        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end, self.context_length)
+        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end, self.context_length, traffic)
 
 
 def bind_weights(module: PreTrainedModel, image: Image, shard: WeightRegion) -> PreTrainedModel:

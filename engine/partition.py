@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.mesh import MeshRank
+from engine.mesh import MeshRank, Traffic
 from swapper.errors import UnsupportedModel
 
 _OWN_PLANS: Mapping[str, Mapping[str, str]] = {
@@ -59,6 +59,8 @@ Tensors = dict[str, torch.Tensor]
 class Collectives(Protocol):
     """What modules of a rank need of the others; `engine.mesh.Mesh` is the real one."""
 
+    traffic: Traffic
+
     @property
     def rank(self) -> MeshRank: ...
 
@@ -74,11 +76,12 @@ class Collectives(Protocol):
         """Fill a tensor with what a rank sends."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OnMeta:
     """For modules that are only looked at: on the meta device there is nothing to sum."""
 
     rank: MeshRank
+    traffic: Traffic = field(default_factory=Traffic)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

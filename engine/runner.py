@@ -195,15 +195,23 @@ class ModelRunner:
         return True
 
     def call(self, command: Command, timeout: float) -> None:
-        """Like `post` with `interrupt`, and return when it has run. Raises TimeoutError."""
-        done = threading.Event()
+        """Like `post` with `interrupt`, and return when it has run. Raises TimeoutError, WorkerError."""
+        done = False
 
         def run() -> None:
+            nonlocal done
             command()
-            done.set()
+            with self._changed:
+                done = True
+                self._changed.notify_all()
 
-        if self.post(run, interrupt=True) and not done.wait(timeout):
-            raise TimeoutError(f"Model {self._model.name} is still in one forward pass after {timeout:g} s.")
+        if not self.post(run, interrupt=True):
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: done or self.broken is not None, timeout):
+                raise TimeoutError(f"Model {self._model.name} is still in one forward pass after {timeout:g} s.")
+        if not done:
+            raise WorkerError(f"The batch loop of model {self._model.name} broke down: {self.broken!r}")
 
     def drop_all(self) -> None:
         """A command: say what is still to be said, then drop every sequence without a word."""
@@ -253,7 +261,9 @@ class ModelRunner:
                 while self._obey(patience):
                     patience = self._advance()
         except Exception as error:  # a defect of ours: requests of this model would never be answered
-            self.broken = error
+            with self._changed:
+                self.broken = error
+                self._changed.notify_all()
             logger.exception("The batch loop of model %s broke down.", self._model.name)
 
     def _obey(self, patience: float | None) -> bool:

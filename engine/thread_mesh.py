@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import torch
 
-from engine.mesh import MeshRank
+from engine.mesh import MeshRank, Traffic
 
 Posts = defaultdict[tuple[int, int], "queue.Queue[torch.Tensor | None]"]  # by (sender, receiver)
 
@@ -38,6 +38,7 @@ class ThreadMesh:
 
     def __init__(self, rank: MeshRank, meeting: _Meeting, posts: Posts) -> None:
         self.rank = rank
+        self.traffic = Traffic()
         self._meeting = meeting
         self._posts = posts
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from engine.encoder import EncoderModel
-from engine.engine import Engine
+from engine.engine import open_engine
+from engine.mesh import Mesh, MeshRank
 from engine.model import BoundModel, ModelRunnerProtocol
 from engine.recorder import Recorder
 from engine.workspace import WORKSPACE_BYTES
@@ -40,6 +43,9 @@ from worker.shard import Shard
 PREAD_THREADS = 4
 MOST_KVIKIO_THREADS = 16
 """One H200 took 48.6 GB/s from 16 threads and 33.2 from 8; 20 gave no more."""
+
+JOIN_TIMEOUT = 60.0
+"""Seconds in which the workers of a mesh must have met: each says that it is here once its memory is its own."""
 
 SPARE_CORES = 2
 """kvikio's threads keep a core busy each, waiting included. On 16 cores, with 16 of them, mapping a page took 650 µs
@@ -74,12 +80,14 @@ class _Parts:
 
 
 def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
-    """Raises ConfigError when the machine cannot give what the spec asks for."""
+    """Raises ConfigError when the machine cannot give what the spec asks for, WorkerError when others do not come."""
     _check_store(spec)
     parts = _on_gpu(spec) if spec.device == "cuda" else _on_cpu(spec)
+    mesh = _join_mesh(spec, parts.device)
     make_engine = partial(
-        Engine,
+        open_engine,
         parts.pool,
+        mesh=mesh,
         max_batch_tokens=spec.max_batch_tokens,
         max_batch_sequences=spec.max_batch_sequences,
         compute_threads=spec.compute_threads,
@@ -91,7 +99,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         parts.pool,
         parts.reader if spec.read_rate is None else ThrottledReader(parts.reader, spec.read_rate),
         make_engine,
-        _bind,
+        partial(_bind, mesh),
         rehearse=parts.rehearse,
         tier=_open_tier(spec, parts.copier, parts.peers),
         peers=parts.peers,
@@ -101,10 +109,16 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
     return shard, WorkerReady(device=parts.device, reader=parts.reader_name, frames=parts.pool.frames)
 
 
-def _bind(image: Image, shard: PagedShard) -> ModelRunnerProtocol:
+def _join_mesh(spec: WorkerSpec, device: str) -> Mesh | None:
+    """Meet the group's other workers, if it has some. Raises WorkerError."""
+    rank = MeshRank(spec.tp, spec.pp, spec.rank)
+    return Mesh.join(rank, spec.rendezvous, torch.device(device), JOIN_TIMEOUT) if rank.size > 1 else None
+
+
+def _bind(mesh: Mesh | None, image: Image, shard: PagedShard) -> ModelRunnerProtocol:
     if image.manifest.embedding is not None:
         return EncoderModel.bind(image, shard)
-    return BoundModel.bind(image, shard)
+    return BoundModel.bind(image, shard, mesh)
 
 
 def _check_store(spec: WorkerSpec) -> None:

@@ -60,6 +60,7 @@ from worker.slot import BindEnded, Bound, ModelSlot, PageInEnded
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.follower import FollowerEngine
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Shard:
         spec: WorkerSpec,
         pool: FramePool,
         reader: Reader,
-        make_engine: Callable[[Emit], Engine],
+        make_engine: Callable[[Emit], Engine | FollowerEngine],
         bind: Bind,
         *,
         rehearse: Callable[[Path], object] = lambda path: None,

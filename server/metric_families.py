@@ -79,7 +79,7 @@ SWAP_IN_RELOADS = counter(
 SWAP_IN_BYTES = counter(
     "swap_in_bytes",
     "Bytes paged in, by source; `alias` moves none: another model has the same page in memory",
-    source=("alias", "peer", "host", "fan_in", "page_cache", "disk"),
+    source=("alias", "peer", "host", "fan_in", "page_cache", "disk", "posix", "gds"),
 )
 SWAP_OUTS = counter("swap_outs", "Page-outs, by reason", reason=("memory", "evicted", "removed"))
 SWAP_OUT_PAGES = counter("swap_out_pages", "Pages paged out", model=())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import remote, serving, simulation, store
+from server.cli import doctor, remote, serving, simulation, store, watching
 from swapper.errors import GswapdError
 
 app = typer.Typer(
@@ -16,7 +16,6 @@ app = typer.Typer(
     epilog="Start with: gswapd add CHECKPOINT --name NAME, then gswapd serve. "
     "A setting is a line of gswapd.yaml or an environment variable GSWAPD_…",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -38,7 +37,7 @@ def options(
     """Read by their callbacks."""
 
 
-for room in (store, serving, remote, simulation):
+for room in (store, serving, remote, watching, doctor, simulation):
     room.register(app)
 
 

@@ -17,7 +17,14 @@ PIPE_WIDTH = 1000  # columns: more than any table has
 
 Url = Annotated[str, typer.Option(envvar="GSWAPD_URL", help="Address of the daemon.")]
 AdminKey = Annotated[str, typer.Option(envvar="GSWAPD_ADMIN_KEY", help="Admin key of the daemon, if it has one.")]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name or alias of the model.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name or alias of the model.",
+        autocompletion=lambda ctx, incomplete: known_models(ctx, incomplete),
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Answer when it is done, or at once.")]
 
 
@@ -33,15 +40,11 @@ def call(method: str, url: str, path: str, admin_key: str, **query: Any) -> Any:
     """One admin request; the answer's JSON. Raises Unreachable or RequestRefused with the daemon's own sentence."""
     import httpx
 
-    _check_url(url)
-    if not admin_key.isprintable():
-        raise RequestRefused("--admin-key has a character in it that no key has.")
-    # As bytes: httpx takes text to be ASCII.
-    headers = {b"Authorization": f"Bearer {admin_key}".encode(errors="surrogateescape")} if admin_key else {}
+    address, headers = checked_url(url), headers_of(admin_key)
     try:
         # Loading may take minutes on a slow disk, and the daemon bounds it: only connecting is bounded here.
         answer = httpx.request(
-            method, url.rstrip("/") + path, headers=headers, params=query, timeout=httpx.Timeout(None, connect=5)
+            method, address + path, headers=headers, params=query, timeout=httpx.Timeout(None, connect=5)
         )
     except httpx.RequestError as error:
         raise Unreachable(f"no daemon answers at {url} ({error}). Start one with: gswapd serve") from error
@@ -58,8 +61,15 @@ def call(method: str, url: str, path: str, admin_key: str, **query: Any) -> Any:
     return body
 
 
-def _check_url(url: str) -> None:
-    """Raises RequestRefused unless `url` is just where a daemon listens."""
+def headers_of(admin_key: str) -> dict[bytes, bytes]:
+    """As bytes: httpx takes text to be ASCII. Raises RequestRefused."""
+    if not admin_key.isprintable():
+        raise RequestRefused("--admin-key has a character in it that no key has.")
+    return {b"Authorization": f"Bearer {admin_key}".encode(errors="surrogateescape")} if admin_key else {}
+
+
+def checked_url(url: str) -> str:
+    """Without a slash at its end. Raises RequestRefused unless `url` is just where a daemon listens."""
     import httpx
 
     try:
@@ -70,6 +80,20 @@ def _check_url(url: str) -> None:
         raise RequestRefused(f"--url {url} is no HTTP URL. It looks like {DEFAULT_URL}")
     if parsed.path not in ("", "/") or parsed.query or parsed.fragment:
         raise RequestRefused(f"--url {url} has a path. It is the daemon's address alone, like {DEFAULT_URL}")
+    return url.rstrip("/")
+
+
+def known_models(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell's completion: names that the daemon knows; none where it does not answer at once."""
+    import httpx
+
+    url, admin_key = context.params.get("url") or DEFAULT_URL, context.params.get("admin_key") or ""
+    try:
+        answer = httpx.get(f"{checked_url(url)}/admin/models", headers=headers_of(admin_key), timeout=1)
+        names = [model["name"] for model in answer.json()["models"]]
+    except (httpx.HTTPError, GswapdError, ValueError, KeyError):
+        return []
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def human_bytes(count: float) -> str:
@@ -119,10 +143,20 @@ def _percent(part: int, whole: int) -> str:
     return f"{min(max(round(100 * part / whole), 1 if part else 0), 100 if part >= whole else 99)}%"
 
 
-def ps(url: Url = DEFAULT_URL, admin_key: AdminKey = "") -> None:
+def ps(
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Keep showing them, as they change, until Ctrl-C.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = "",
+) -> None:
     """Show the models of a daemon: what is in memory, how long loading took and from where."""
     from rich.console import Console
 
+    if watch:
+        from server.cli.watching import show
+
+        show(url, admin_key, lambda board: models_table(board.models), full_screen=False)
     answer = call("GET", url, "/admin/models", admin_key)
     if "models" not in answer:
         raise RequestRefused(f"{url} answered with something else than was asked for: is it a gswapd?")

@@ -10,11 +10,19 @@ from typing import Annotated
 import typer
 
 from server.cli.remote import human_bytes
+from swapper.errors import GswapdError
 
 StorePath = Annotated[
     Path | None, typer.Option("--store", help="The model store. Default: the configured one.", show_default=False)
 ]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in the store.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Name of the model in the store.",
+        autocompletion=lambda ctx, incomplete: stored_models(ctx, incomplete),
+    ),
+]
 
 
 def _store(path: Path | None):  # type: ignore[no-untyped-def]
@@ -32,6 +40,14 @@ def _existing_store(path: Path | None):  # type: ignore[no-untyped-def]
     if not (store.root / "models").is_dir():
         raise StoreError(f"There is no model store at {store.root}. `gswapd add` makes one; --store names another.")
     return store
+
+
+def stored_models(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell's completion."""
+    try:
+        return [name for name in _store(context.params.get("store")).list() if name.startswith(incomplete)]
+    except (GswapdError, OSError):
+        return []
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
     python -m bench.core_cost
 
-Each size is simulated under a load that keeps links and processors busy (two of five models fit on a group), once it
-has run warm. Only `SchedulerCore.step` is timed, except for the million, which is the simulator's time as a whole.
-The figures are also drawn: `bench/results/core_cost.svg`.
+There are five models a group, of which two fit. Two loads: one whose popularity is skewed, so that most requests find
+their model in memory, and one that thrashes, where all models are asked for alike and every link is busy all the time.
+Bars are on the first; the second is told beside it. A simulation first runs warm. Only `SchedulerCore.step` is timed,
+except for the million, which is the simulator's time as a whole. Times are the process's own, so that neighbours on the
+machine count as little as can be. The figures are also drawn: `bench/results/core_cost.svg`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.events import ModelSpec
 from scheduler.simulate.hardware import GroupSpec, SimulatedModel
 from scheduler.simulate.simulator import Simulator
-from scheduler.simulate.workload import gamma
+from scheduler.simulate.workload import gamma, power_law
 
 MODELS_A_GROUP = 5
 FITTING = 2
-RATE = 3.0  # requests a second of a group's models together
+LOADS = {"skewed": (1.0, 1.0), "thrashing": (3.0, 0.0)}  # requests a second and group; exponent of popularity
 GROWING_GROUPS = (1, 10, 100, 1000)  # with five models each
 GROWING_MODELS = (50, 500, 5000)  # on ten groups
 LARGEST = (1000, 5000)
@@ -42,14 +44,15 @@ class TimedCore:
     events: int = 0
 
     def step(self, event: events.Event) -> Sequence[actions.Action]:
-        began = time.perf_counter()
+        began = time.process_time()
         taken = self.core.step(event)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.process_time() - began
         self.events += 1
         return taken
 
 
-def simulator(groups: int, models: int) -> tuple[Simulator, TimedCore, Mapping[str, float]]:
+def simulator(groups: int, models: int, load: str = "skewed") -> tuple[Simulator, TimedCore, Mapping[str, float]]:
+    """And the rate of each model. However many models there are, groups have as much to do."""
     core = TimedCore(
         SchedulerCore(
             CoreConfig(PAGE_BYTES, max_queue=1 << 30, max_queue_total=1 << 30, max_running=32, extent_pages=1)
@@ -68,15 +71,15 @@ def simulator(groups: int, models: int) -> tuple[Simulator, TimedCore, Mapping[s
         )
         for n in range(models)
     ]
-    # However many models there are, groups have as much to do.
-    rates = dict.fromkeys((model.spec.name for model in known), RATE * groups / models)
+    rate, exponent = LOADS[load]
+    rates = power_law([model.spec.name for model in known], rate * groups, exponent)
     return Simulator(core, specs, known, timeout=1e6), core, rates
 
 
-def event_cost(groups: int, models: int, requests: int) -> float:
+def event_cost(groups: int, models: int, requests: int, load: str = "skewed") -> float:
     """Microseconds of the core an event, once it has run warm."""
-    simulated, core, rates = simulator(groups, models)
-    seconds = requests / (RATE * groups)
+    simulated, core, rates = simulator(groups, models, load)
+    seconds = requests / sum(rates.values())
     simulated.run(gamma(rates, 1.0, seconds / 4, seed=1))
     core.seconds, core.events = 0.0, 0
     began = simulated.now
@@ -84,7 +87,7 @@ def event_cost(groups: int, models: int, requests: int) -> float:
     workload.at[:] += began
     simulated.run(workload)
     cost = 1e6 * core.seconds / core.events
-    print(f"{groups:5} groups, {models:5} models: {cost:7.1f} µs an event, {core.events:,} events", flush=True)
+    print(f"{groups:5} groups, {models:5} models, {load}: {cost:7.1f} µs an event, {core.events:,} events", flush=True)
     return cost
 
 
@@ -92,10 +95,10 @@ def many_requests(count: int) -> float:
     """Seconds that it takes to simulate a million, from so many."""
     groups, models = MILLION
     simulated, _, rates = simulator(groups, models)
-    workload = gamma(rates, 1.0, count / (RATE * groups), seed=3)
-    began = time.perf_counter()
+    workload = gamma(rates, 1.0, count / sum(rates.values()), seed=3)
+    began = time.process_time()
     simulated.run(workload)
-    took = (time.perf_counter() - began) * 1e6 / len(workload)
+    took = (time.process_time() - began) * 1e6 / len(workload)
     print(f"a million requests: {took:.0f} s (from {len(workload):,})", flush=True)
     return took
 
@@ -137,6 +140,7 @@ def main() -> int:
     options = parser.parse_args()
     groups = {n: event_cost(n, n * MODELS_A_GROUP, options.requests) for n in GROWING_GROUPS}
     models = {n: event_cost(10, n, options.requests) for n in GROWING_MODELS}
+    thrashing = event_cost(*LARGEST, options.requests // 4, "thrashing")
     million = many_requests(options.million)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "core_cost.svg").write_text(drawing({"groups, five models each": groups, "models, ten groups": models}))
@@ -146,7 +150,7 @@ def main() -> int:
         Bar("growth from 10 to 1000 groups", groups[1000] / groups[10], math.log(1000) / math.log(10), "ratio"),
         Bar("growth from 50 to 5000 models", models[5000] / models[50], math.log(5000) / math.log(50), "ratio"),
     ]
-    return report("core_cost", bars, {}, {"by groups, us": groups, "by models, us": models})
+    return report("core_cost", bars, {}, {"by groups, us": groups, "by models, us": models, "thrashing, us": thrashing})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from scheduler.journal import FORMAT, NOTE, checksum
 from swapper.errors import GswapdError
 
 _KINDS = {kind.__name__: kind for kind in events.Event.__subclasses__()}
+_OURS = ("scheduler.core.", "scheduler.policy.")
 _PLAIN = {"collections": ("deque", "OrderedDict", "defaultdict", "Counter"), "builtins": ("set", "frozenset", "list")}
 
 
@@ -97,10 +98,18 @@ def _core(path: Path, line: str) -> SchedulerCore:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        ours = module.startswith(("scheduler.core.", "scheduler.policy."))
-        if not ours and name not in _PLAIN.get(module, ()):
+        if (module, name) == ("builtins", "getattr"):
+            return _bound_method
+        if not module.startswith(_OURS) and name not in _PLAIN.get(module, ()):
             raise pickle.UnpicklingError(f"a snapshot holds no {module}.{name}")
         return super().find_class(module, name)
+
+
+def _bound_method(owner: object, name: str) -> Any:
+    """As which methods are saved that the scheduler's own objects keep of one another."""
+    if not type(owner).__module__.startswith(_OURS) or name.startswith("__"):
+        raise pickle.UnpicklingError(f"a snapshot holds no {type(owner).__name__}.{name}")
+    return getattr(owner, name)
 
 
 def _event(kind: str, values: list[Any]) -> events.Event:

@@ -152,6 +152,7 @@ def core_config(config: Config) -> CoreConfig:
         extent_pages=max(1, extent // config.memory.page),
         wait_bound=config.scheduler.wait_bound,
         policy=config.scheduler.policy,
+        time_slice=config.scheduler.time_slice,
     )
 
 

@@ -229,6 +229,10 @@ class SchedulerConfig(Section):
     max_queue: int = Field(default=64, ge=1, description="requests that wait for one model")
     max_queue_total: int = Field(default=256, ge=1, description="requests that wait in all")
     wait_bound: Seconds = Field(default=5.0, description="a request that waited so long goes before all younger ones")
+    time_slice: Seconds | None = Field(
+        default=1.0,
+        description="for a request that waited for `wait_bound`, what ran for so long is suspended; null: it never is",
+    )
     journal: Annotated[Path | None, BeforeValidator(_expand)] = Field(
         default=None, description="file for every event and no word of a prompt; `gswapd replay` reads it"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
-from engine.request import FinishReason, KvReleased, RequestFailed, Started, Tokens
+from engine.request import FinishReason, KvReleased, RequestFailed, Resumed, Started, Suspended, Tokens
 from scheduler.interface import GroupCommand
 from swapper.errors import WorkerError
 from swapper.pager import SourceBytes
@@ -22,7 +22,9 @@ from worker.protocol import (
     PageOut,
     RemoveModel,
     Report,
+    Resume,
     Serve,
+    Suspend,
     WorkerStatus,
 )
 
@@ -138,6 +140,16 @@ class FakeGroup:
         self.todo.remove(command)
         self.report(KvReleased(command.model, command.frames, command.epoch))
 
+    def suspend(self, command: Suspend | None = None) -> None:
+        command = command or self.next(Suspend)
+        self.todo.remove(command)
+        self.report(Suspended(command.model, 1, command.epoch, kept_bytes=100, lost_tokens=7))
+
+    def resume(self, command: Resume | None = None) -> None:
+        command = command or self.next(Resume)
+        self.todo.remove(command)
+        self.report(Resumed(command.model, command.epoch))
+
     def do(self, command: GroupCommand) -> None:
         """Carry out one unanswered command."""
         match command:
@@ -147,6 +159,10 @@ class FakeGroup:
                 self.page_out(command)
             case GrantKv():
                 self.grant(command)
+            case Suspend():
+                self.suspend(command)
+            case Resume():
+                self.resume(command)
             case Cancel():
                 self.cancel(command)
 

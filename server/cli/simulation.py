@@ -12,12 +12,10 @@ import typer
 from swapper.errors import ConfigError, GswapdError
 
 if TYPE_CHECKING:
-    from scheduler.simulate.hardware import GroupSpec, SimulatedModel
+    from scheduler.core.config import PolicyName
+    from scheduler.simulate.hardware import SimulatedModel
     from scheduler.simulate.outcome import Outcome
-    from scheduler.simulate.workload import Workload
-    from server.config import Config
 
-MADE_UP = "model-{:02}"
 Policy = Annotated[str | None, typer.Option(help="gswapd, lru or computron. Default: the configured one.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML page with pictures to this file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")]
@@ -61,11 +59,17 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """See what would happen: the real scheduler on simulated groups, for a trace or for random arrivals."""
+    from scheduler.core.core import SchedulerCore
+    from scheduler.simulate.simulator import Simulator
     from scheduler.simulate.workload import gamma, power_law, read_trace
     from server.config import load_config
+    from server.simulation import group_specs, made_up, priced, simulated_config, stored
 
     settings = load_config(config, memory=memory)
-    simulated = _models(settings, models, _size(size), pass_ms / 1e3, token_ms / 1e3, objective)
+    known = made_up(settings, models, _size(size)) if models else stored(settings)
+    if not known:
+        raise NotSimulated(f"There are no models in {settings.store}. Add some, or make some up with --models 8.")
+    simulated = priced(settings, known, pass_ms / 1e3, token_ms / 1e3, objective)
     names = [model.spec.name for model in simulated]
     if workload is not None:
         try:
@@ -78,12 +82,13 @@ def simulate(
             )
     else:
         requests = gamma(power_law(names, rate, skew), cv, seconds, seed, prompt=prompt, output=output)
-    stored = _size(storage_bandwidth) if storage_bandwidth is not None else 0
-    places = _groups(settings, groups, _size(bandwidth), stored)
-    outcome = _run(settings, policy, places, simulated, requests)
+    from_storage = _size(storage_bandwidth) if storage_bandwidth is not None else 0
+    places = group_specs(settings, groups, _size(bandwidth), from_storage)
+    core = SchedulerCore(simulated_config(settings, places, _policy(policy) if policy else None))
+    outcome = Simulator(core, places, simulated, timeout=settings.timeouts.request).run(requests)
     what = str(workload) if workload is not None else f"{rate:g} requests/s, CV {cv:g}, skew {skew:g}, seed {seed}"
     setting = [
-        f"{len(requests):,} requests ({what}) for {len(simulated)} models of {_sizes(settings, simulated)} pages of "
+        f"{len(requests):,} requests ({what}) for {len(simulated)} models of {_sizes(simulated)} pages of "
         f"{settings.memory.page >> 20} MiB, on {_counted(len(places), 'group')} of {places[0].frames:,} frames, "
         f"{bandwidth}/s.",
     ]
@@ -146,109 +151,17 @@ def _compare(journal: Path, policies: Sequence[str], report: Path | None, as_jso
     _show(outcomes, [f"The requests of {journal}"], report, as_json)
 
 
-# ---- what is simulated
+# ---- what is asked and shown
 
 
-def _models(
-    settings: Config, made_up: int, nbytes: int, pass_seconds: float, token_seconds: float, objective: float
-) -> list[SimulatedModel]:
-    """Of the store, or made up."""
-    from dataclasses import replace
-
-    from scheduler.core.events import ModelSpec
-    from scheduler.simulate.hardware import SimulatedModel
-    from scheduler.translate import model_spec
-    from server.catalog import served_model
-    from server.config import ModelConfig
-    from swapper.geometry import pages
-    from swapper.store import Store
-
-    page = settings.memory.page
-    mesh = settings.cluster.groups[0]
-    costs: dict[str, Any] = {
-        "max_batch": settings.cluster.max_batch_sequences,
-        "max_batch_tokens": settings.cluster.max_batch_tokens,
-    }
-    if made_up:
-        count = pages(nbytes // mesh.ranks, page)
-        shards = [
-            [tuple(range((m * mesh.ranks + r) * count, (m * mesh.ranks + r + 1) * count)) for r in range(mesh.ranks)]
-            for m in range(made_up)
-        ]
-        specs = [
-            (ModelSpec(MADE_UP.format(number + 1), tuple(ranks), pp=mesh.pp), 0) for number, ranks in enumerate(shards)
-        ]
-    else:
-        store = Store(settings.store)
-        served = [
-            served_model(store.open(name), page, settings.models.get(name, ModelConfig())) for name in store.list()
-        ]
-        specs = [(model_spec(model), page // model.kv_bytes_per_token) for model in served]
-    if not specs:
-        raise NotSimulated(f"There are no models in {settings.store}. Add some, or make some up with --models 8.")
-    return [
-        SimulatedModel(
-            replace(spec, run_seconds=pass_seconds),
-            pass_seconds,
-            token_seconds,
-            kv_frame_tokens=tokens,
-            objective=spec.slo or objective,
-            **costs,
-        )
-        for spec, tokens in specs
-    ]
-
-
-def _groups(settings: Config, count: int, rate: int, storage_rate: int) -> list[GroupSpec]:
-    from scheduler.simulate.hardware import GroupSpec
-    from server.backend import worker_specs
-
-    configured = settings.cluster.groups
-    chosen = (
-        [(f"{configured[0].name}-{n + 1}", configured[0]) for n in range(count)]
-        if count
-        else [(group.name, group) for group in configured]
-    )
-    specs = [(name, worker_specs(settings, group)) for name, group in chosen]
-    return [
-        GroupSpec(
-            name,
-            ranks[0].frames,
-            ranks[0].page_bytes,
-            host_rate=float(rate),
-            storage_rate=float(storage_rate),
-            host_pages=ranks[0].tier_bytes // ranks[0].page_bytes,
-            node=ranks[0].node or "node",
-            ranks=len(ranks),
-            pp=ranks[0].pp,
-        )
-        for name, ranks in specs
-    ]
-
-
-def _run(
-    settings: Config, policy: str | None, groups: list[GroupSpec], models: list[SimulatedModel], requests: Workload
-) -> Outcome:
-    from dataclasses import replace
-
-    from scheduler.core.core import SchedulerCore
-    from scheduler.simulate.simulator import Simulator
-    from server.backend import EXTENT_SECONDS, core_config
-
-    config = core_config(settings)
-    extent = max(1, round(groups[0].host_rate * EXTENT_SECONDS / groups[0].page_bytes))
-    config = replace(config, extent_pages=extent, policy=_policy(policy or config.policy))
-    return Simulator(SchedulerCore(config), groups, models, timeout=settings.timeouts.request).run(requests)
-
-
-def _policy(name: str) -> Any:
+def _policy(name: str) -> PolicyName:
     from typing import get_args
 
     from scheduler.core.config import PolicyName
 
     if name not in get_args(PolicyName):
         raise ConfigError(f"There is no policy {name!r}; there are {', '.join(get_args(PolicyName))}.")
-    return name
+    return name  # type: ignore[return-value]  # as was checked
 
 
 def _size(text: str) -> int:
@@ -266,12 +179,9 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _sizes(settings: Config, models: Sequence[SimulatedModel]) -> str:
+def _sizes(models: Sequence[SimulatedModel]) -> str:
     counts = sorted(model.pages for model in models)
     return str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
-
-
-# ---- what is shown
 
 
 def _show(outcomes: dict[str, Outcome], setting: Sequence[str], report: Path | None, as_json: bool) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
 from engine.recorder import Recording
 from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
 from server.background import Act
 from server.errors import ApiError
+from server.openai.schemas import Part, parse
+from server.reload import reload
 from server.service import Service, service_of
 from swapper.errors import ModelNotFound, Refused, WorkerError
+from swapper.store import Store
 
 
 async def _known_query(request: Request) -> None:
@@ -24,6 +29,14 @@ async def _known_query(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             raise ApiError(400, f"Parameter '{name}' is not supported.", "unsupported_parameter", name)
+
+
+class AddRequest(Part):
+    source: str = Field(min_length=1, max_length=4096)
+    name: str
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    tp: int = Field(default=1, ge=1, le=64)
+    pp: int = Field(default=1, ge=1, le=64)
 
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(_known_query)])
@@ -36,8 +49,34 @@ async def models(request: Request) -> dict[str, Any]:
     await service.catalog.refresh()
     return {
         "models": [model_json(service, status) for status in models_there(service)],
+        "adding": [asdict(add) for add in service.adds.known.values()],
         "problems": [{"name": name, "reason": why} for name, why in sorted(service.catalog.problems.items())],
     }
+
+
+@router.post("/models")
+async def add_model(request: Request, wait: bool = True) -> Response:
+    """Add a checkpoint of this machine to the store; without `wait`, answer at once, and tell in GET how far it is."""
+    service = service_of(request)
+    body = parse(AddRequest, await service.bodies.read(request, service.config.server.max_body))
+    add = service.adds.start(body.name, body.source, body.dtype, body.tp, body.pp)
+    if wait:
+        await service.adds.wait(add)
+    return Response(orjson.dumps(add), 201 if wait else 202, media_type="application/json")
+
+
+@router.delete("/models/{name:path}")
+async def remove_model(request: Request, name: str) -> dict[str, str]:
+    """Take a model from the store. Its running requests finish, those that wait fail."""
+    service = service_of(request)
+    await asyncio.to_thread(Store(service.config.store).remove, name)
+    await service.catalog.refresh()
+    return {"removed": name}
+
+
+@router.post("/reload")
+async def reload_configuration(request: Request) -> dict[str, list[str]]:
+    return {"changed": await reload(service_of(request))}
 
 
 @router.get("/workers")

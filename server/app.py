@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server import admin, board, errors
-from server.auth import key_required, same_origin
+from server.auth import client_key, operator_key
 from server.ollama import routes as ollama
 from server.openai import chat, completions, embeddings, models
 from server.request_id import RequestIds
@@ -19,16 +19,14 @@ def create_app(service: Service) -> FastAPI:
     # No generated documentation: bodies are read by our own code, of which FastAPI knows no schema.
     app = FastAPI(title="gswapd", openapi_url=None)
     app.state.service = service
-    keys = service.config.server
     for routes in (models, chat, completions, embeddings):
-        app.include_router(routes.router, prefix="/v1", dependencies=[Depends(key_required(keys.api_key))])
-    app.include_router(ollama.router, prefix="/api", dependencies=[Depends(key_required(keys.api_key))])
-    operators = same_origin if keys.admin_key is None else key_required(keys.admin_key)
+        app.include_router(routes.router, prefix="/v1", dependencies=[Depends(client_key)])
+    app.include_router(ollama.router, prefix="/api", dependencies=[Depends(client_key)])
     for operating in (admin, board):
-        app.include_router(operating.router, dependencies=[Depends(operators)])
+        app.include_router(operating.router, dependencies=[Depends(operator_key)])
     app.include_router(admin.health)
     app.include_router(board.page)
-    app.add_middleware(Admission, limit=keys.max_requests, turned_away=service.metrics.turned_away)
+    app.add_middleware(Admission, limit=service.config.server.max_requests, turned_away=service.metrics.turned_away)
     errors.register(app)
     if service.tracing is not None:
         from server.tracing import RequestSpans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 
 from fastapi import Request
@@ -12,29 +11,38 @@ from pydantic import SecretStr
 from server.errors import ApiError
 
 
-def key_required(key: SecretStr | None) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that lets a request pass if it bears `key`, or if there is none."""
-    wanted = None if key is None else key.get_secret_value().encode()
-
-    async def check(request: Request) -> None:
-        if wanted is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Compared as bytes: compare_digest takes no text outside ASCII. Header bytes arrive decoded as Latin-1.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), wanted):
-            problem = "Incorrect API key provided" if given else "No API key provided"
-            raise ApiError(
-                401,
-                f"{problem}. Send it as 'Authorization: Bearer KEY'.",
-                "invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return check
+async def client_key(request: Request) -> None:
+    """A dependency that lets a request pass if it bears the key of /v1, or if there is none."""
+    _check(request, request.app.state.service.config.server.api_key)
 
 
-async def same_origin(request: Request) -> None:
-    """A dependency for where there is no key: what another site's page has a visitor's browser ask comes from a machine
+async def operator_key(request: Request) -> None:
+    """The same for /admin. Where there is no key, other sites' pages are turned away."""
+    key = request.app.state.service.config.server.admin_key
+    if key is None:
+        same_origin(request)
+    else:
+        _check(request, key)
+
+
+def _check(request: Request, key: SecretStr | None) -> None:
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    wanted = key.get_secret_value().encode()
+    # Compared as bytes: compare_digest takes no text outside ASCII. Header bytes arrive decoded as Latin-1.
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), wanted):
+        problem = "Incorrect API key provided" if given else "No API key provided"
+        raise ApiError(
+            401,
+            f"{problem}. Send it as 'Authorization: Bearer KEY'.",
+            "invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def same_origin(request: Request) -> None:
+    """For where there is no key: what another site's page has a visitor's browser ask comes from a machine
     that is let in, but not from its owner.
     """
     origin = request.headers.get("origin")

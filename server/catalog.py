@@ -68,7 +68,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def served_model(image: Image, page_bytes: int, config: ModelConfig) -> ServedModel:
     """An image as the scheduler must know it."""
     manifest = image.manifest
-    return ServedModel(
+    served = ServedModel(
         name=manifest.model,
         path=str(image.path),
         identity=image.identity,
@@ -78,11 +78,13 @@ def served_model(image: Image, page_bytes: int, config: ModelConfig) -> ServedMo
         kv_bytes_per_token=manifest.kv_bytes_per_token,
         context_length=manifest.context_length,
         pp=manifest.pp,
-        max_wait=config.max_wait,
-        slo=config.slo,
-        priority=config.priority,
-        ttl=config.ttl,
     )
+    return expected(served, config)
+
+
+def expected(served: ServedModel, config: ModelConfig) -> ServedModel:
+    """The same with what a configuration expects of it."""
+    return replace(served, max_wait=config.max_wait, slo=config.slo, priority=config.priority, ttl=config.ttl)
 
 
 def _page_hashes(image: Image, page_bytes: int) -> tuple[tuple[str, ...], ...]:
@@ -157,6 +159,31 @@ class Catalog:
         else:
             self._kept[name] = seconds
         self._scheduler.change_model(replace(self._found[name][1], ttl=self.ttl(name)))
+
+    async def reconfigure(self, configs: Mapping[str, ModelConfig]) -> None:
+        """Take over what the configuration says of models now. Nothing that is the same is touched."""
+        async with self._refreshing:  # a look at the store that is under way describes models as they were configured
+            self._configs = configs
+            self._aliases = {alias: name for name, config in configs.items() for alias in config.aliases}
+            self._collide(self._aliases.keys() & (self._found.keys() | self.problems.keys()))
+            for name, (model, served) in list(self._found.items()):
+                config = configs.get(name, ModelConfig())
+                if config != model.config:
+                    self._found[name] = (replace(model, config=config), expected(served, config))
+                    if name in self.models:
+                        await self._changed(name, model.config)
+
+    async def _changed(self, name: str, before: ModelConfig) -> None:
+        model, served = self._found[name]
+        self.models[name] = model
+        self._kept.pop(name, None)
+        self._scheduler.change_model(served)
+        config = model.config
+        if before.pinned and not config.pinned:
+            await self._scheduler.unpin(name)
+        elif (config.pinned and not before.pinned) or (config.preload and not before.preload):
+            self._begin_warming(model)
+        logger.info("Model %s is configured otherwise now", name)
 
     async def run(self) -> None:
         """Keep the catalog up to date, until cancelled."""
@@ -278,9 +305,7 @@ class Catalog:
         self.models[model.name] = model
         logger.info("Model %s can be asked for now", model.name)
         if model.config.pinned or model.config.preload:
-            warming = asyncio.create_task(self._warm(model), name=f"warm {model.name}")
-            self._warming.add(warming)
-            warming.add_done_callback(self._warming.discard)
+            self._begin_warming(model)
 
     def _remove(self, name: str) -> None:
         del self.models[name]
@@ -288,6 +313,11 @@ class Catalog:
         self._scheduler.remove_model(name)
         self._watcher.forget(name)
         logger.info("Model %s was removed from the store", name)
+
+    def _begin_warming(self, model: CatalogModel) -> None:
+        warming = asyncio.create_task(self._warm(model), name=f"warm {model.name}")
+        self._warming.add(warming)
+        warming.add_done_callback(self._warming.discard)
 
     async def _warm(self, model: CatalogModel) -> None:
         """What the configuration wants of a model from the start. Before workers are up, no pin could be promised."""

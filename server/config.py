@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -49,6 +50,12 @@ _UNITS = {"": 1, "B": 1} | {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMG
 _UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")} | {"kB": 1000}
 
 
+@cache
+def _memory_at_start() -> int:
+    """What was available when it was first asked for: a file that is read again means the same then."""
+    return available_memory()
+
+
 def parse_size(value: object) -> object:
     """`2GiB`, `500 MB`, a number of bytes, or `60%` of the memory that is available now."""
     if not isinstance(value, str):
@@ -59,7 +66,7 @@ def parse_size(value: object) -> object:
     if match[2] == "%":
         if float(match[1]) > 100:
             raise ValueError(f"{value!r} is more than all of the memory that is available")
-        return int(float(match[1]) * available_memory() / 100)
+        return int(float(match[1]) * _memory_at_start() / 100)
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,7 @@ from server.auth import is_loopback
 from server.catalog import Catalog
 from server.config import Config, ServerConfig
 from server.observers import Observers
+from server.reload import reload_on_signal
 from server.service import Service
 from server.tokens import Tokenizers
 from swapper.errors import ConfigError
@@ -61,7 +62,7 @@ class Backend(Protocol):
     async def stop(self) -> None: ...
 
 
-def run(config: Config) -> int:
+def run(config: Config, load: Callable[[], Config] | None = None) -> int:
     """Serve until a signal; the exit status. Raises ConfigError or WorkerError if the daemon cannot start."""
     from server.backend import RayBackend  # imports Ray
 
@@ -72,7 +73,7 @@ def run(config: Config) -> int:
     observers = Observers()
 
     async def main() -> None:
-        await serve(config, listener, RayBackend(config, observers), observers)
+        await serve(config, listener, RayBackend(config, observers), observers, load)
 
     uvloop.run(main())
     return 0
@@ -102,8 +103,16 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(config: Config, listener: socket.socket, backend: Backend, observers: Observers) -> None:
-    """Serve on `listener` until a signal has been obeyed. Raises what `backend.start` raises."""
+async def serve(
+    config: Config,
+    listener: socket.socket,
+    backend: Backend,
+    observers: Observers,
+    load: Callable[[], Config] | None = None,
+) -> None:
+    """Serve on `listener` until a signal has been obeyed; `load` reads the configuration again. Raises what
+    `backend.start` raises.
+    """
     warn_if_open(config.server)
     signals = Signals()
     signals.listen()
@@ -114,12 +123,14 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, obser
     )
     tokenizers = Tokenizers(config.server.tokenizer_threads)
     service = Service(config, backend.scheduler, catalog, tokenizers, metrics, observers.events, _tracing(config))
+    service.load = load
     http = HttpServer(service)
     serving = asyncio.create_task(http.serve([listener]), name="http")
     watching = asyncio.create_task(catalog.run(), name="catalog")
     starting = asyncio.create_task(backend.start(), name="backend")
     stopping = asyncio.create_task(signals.terminated.wait(), name="signals")
-    running = {serving, watching, stopping}
+    reloading = asyncio.create_task(_reload_when_told(signals, service), name="reload")
+    running = {serving, watching, stopping, reloading}
     try:
         done, _ = await asyncio.wait({starting, *running}, return_when=asyncio.FIRST_COMPLETED)
         if starting in done:
@@ -140,6 +151,7 @@ async def serve(config: Config, listener: socket.socket, backend: Backend, obser
             task.cancel()
         await asyncio.gather(starting, *running, return_exceptions=True)
         await catalog.close()
+        await service.adds.close()
         await service.background.close()
         await backend.stop()
         tokenizers.close()
@@ -159,6 +171,13 @@ def _tracing(config: Config) -> Tracing | None:
     return Tracing(config.telemetry)
 
 
+async def _reload_when_told(signals: Signals, service: Service) -> None:
+    while True:
+        await signals.hung_up.wait()
+        signals.hung_up.clear()
+        await reload_on_signal(service)
+
+
 async def _drain(service: Service) -> None:
     timeout = service.config.timeouts.drain
     logger.info("Shutting down: what runs may finish within %g s; a second signal ends it at once", timeout)
@@ -167,14 +186,16 @@ async def _drain(service: Service) -> None:
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first sets `terminated`, the second ends the process."""
+    """SIGTERM and SIGINT: the first sets `terminated`, the second ends the process. SIGHUP sets `hung_up`."""
 
     def __init__(self) -> None:
         self.terminated = asyncio.Event()
+        self.hung_up = asyncio.Event()
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.hung_up.set)
 
     def _signalled(self, number: int) -> None:
         signal.alarm(0)  # which Ray's handler sets, to kill the process 3 s later, if it was in place while starting

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.tokens import ChatTemplateError, UnknownToken
 from server.wording import in_plain_words
-from swapper.errors import CorruptImage, GswapdError, ModelNotFound, Refused
+from swapper.errors import ConfigError, CorruptImage, GswapdError, ModelNotFound, Refused, StoreBusy, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,12 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), "invalid_value", error.param)
         case ChatTemplateError():
             return ApiError(400, str(error), "invalid_messages", "messages")
+        case StoreBusy():
+            return ApiError(409, str(error), "store_busy")
+        case ConfigError():
+            return ApiError(400, f"{str(error).rstrip('.')}.", "invalid_configuration")
+        case StoreError() if not isinstance(error, CorruptImage):
+            return ApiError(400, str(error), "invalid_name", "name")
         case CorruptImage():
             return ApiError(503, str(error), "load_failed", "model")
         case ClientDisconnect():

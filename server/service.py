@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from fastapi import Request as HttpRequest
 
 from engine.request import Request
 from scheduler.interface import Answer, Scheduler
+from server.adds import Adds
 from server.background import Background
 from server.catalog import Catalog
 from server.config import Config
@@ -31,8 +33,13 @@ class Service:
     events: Events = field(default_factory=Events)
     tracing: Tracing | None = None
     background: Background = field(default_factory=Background)
+    adds: Adds = field(init=False)
+    load: Callable[[], Config] | None = None  # reads the configuration again
     bodies: Bodies = field(default_factory=Bodies)
     draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.adds = Adds(self.config.store, self.catalog.refresh)
 
     def submit(self, request: Request, timeout: float | None, keep_alive: float | None) -> Answer:
         """`timeout` is the request's own, in seconds; it may be shorter than the server's. So is `keep_alive`: how long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,10 +24,10 @@ def serve(
     from server.config import load_config
     from server.daemon import run
 
-    configuration = load_config(
-        config, store=store, host=host, port=port, memory=memory, ray_address=ray_address, journal=journal
+    load = partial(
+        load_config, config, store=store, host=host, port=port, memory=memory, ray_address=ray_address, journal=journal
     )
-    raise typer.Exit(run(configuration))
+    raise typer.Exit(run(load(), load))
 
 
 def demo(

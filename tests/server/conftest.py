@@ -88,6 +88,7 @@ class ServerThread:
         self._ready.set_result(None)
         await self.http.serve([listener])
         await self.catalog.close()
+        await self.service.adds.close()
         await self.service.background.close()
         tokenizers.close()
 

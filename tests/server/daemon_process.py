@@ -54,7 +54,12 @@ class DrainingScheduler(FakeScheduler):
 async def main() -> None:
     logging.basicConfig(level=logging.INFO)
     config = Config(store=Path(sys.argv[1]), server={"port": 0}, memory={"pool": "64MiB", "page": "2MiB"})  # type: ignore[arg-type]
-    await serve(config, bind(config.server), ScriptedBackend(sys.argv[2]), Observers())
+
+    def load() -> Config:
+        print("read", flush=True)
+        return config
+
+    await serve(config, bind(config.server), ScriptedBackend(sys.argv[2]), Observers(), load)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,21 @@ def test_a_request_whose_body_never_comes_does_not_hold_it_up(store: Path) -> No
         assert "Traceback" not in log
 
 
+def test_a_hangup_has_the_configuration_read_again(store: Path) -> None:
+    with daemon(store) as running:
+        url = running.ready()
+        for _ in range(2):
+            running.signal(signal.SIGHUP)
+            running.line("read")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        running.signal(signal.SIGTERM)
+        running.line("draining")
+        running.line("stopped")
+        status, log = running.ended()
+        assert status == 0
+        assert "changed: nothing" in log
+
+
 def test_a_second_signal_ends_it_at_once(store: Path) -> None:
     with daemon(store, "stuck") as running:
         url = running.ready()

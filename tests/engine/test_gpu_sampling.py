@@ -9,7 +9,7 @@ import torch
 
 from engine.request import SamplingParams
 from engine.sampling import TOP_P_PREFIX, SamplingRow, sample
-from tests.engine.test_sampling import CASES, logits
+from tests.engine.test_sampling import CASES, logits, packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +41,17 @@ def test_rows_of_all_kinds_in_one_batch() -> None:
     here, there = both(scores, rows)
     assert here == there
     assert here[5] is None
+
+
+def test_masks_and_given_tokens() -> None:
+    scores = logits(6)
+    kinds = [SamplingParams(temperature=0, logprobs=2), SamplingParams(seed=4, logprobs=2)]
+    allowed = packed({1, 5, 31, 32, 39})
+    rows = [SamplingRow(kinds[i % 2], i, mask=allowed if i < 4 else None, given=7 if i > 4 else None) for i in range(6)]
+    here, there = both(scores, rows)
+    assert here == there
+    assert set(here[:4]) <= {1, 5, 31, 32, 39}
+    assert here[5] == 7
 
 
 def test_logprobs_are_those_of_the_cpu() -> None:

@@ -30,7 +30,7 @@ from scheduler.simulate.workload import gamma, power_law
 
 MODELS_A_GROUP = 5
 FITTING = 2
-LOADS = {"skewed": (1.0, 1.0), "thrashing": (3.0, 0.0)}  # requests a second and group; exponent of popularity
+LOADS = {"skewed": (10.0, 1.0), "thrashing": (3.0, 0.0)}  # requests a second and group; exponent of popularity
 GROWING_GROUPS = (1, 10, 100, 1000)  # with five models each
 GROWING_MODELS = (50, 500, 5000)  # on ten groups
 LARGEST = (1000, 5000)

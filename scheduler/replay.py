@@ -113,9 +113,9 @@ def _bound_method(owner: object, name: str) -> Any:
 
 
 def _event(kind: str, values: list[Any]) -> events.Event:
-    event_type = _KINDS[kind]
-    if event_type is events.ModelAdded:
-        at, spec = values
-        spec["shards"] = tuple(tuple(shard) for shard in spec["shards"])
-        values = [at, events.ModelSpec(**spec)]
-    return event_type(*values)
+    fields: list[Any] = [_model_spec(value) if isinstance(value, dict) else value for value in values]
+    return _KINDS[kind](*fields)
+
+
+def _model_spec(fields: dict[str, Any]) -> events.ModelSpec:
+    return events.ModelSpec(**{**fields, "shards": tuple(tuple(shard) for shard in fields["shards"])})

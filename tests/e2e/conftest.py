@@ -15,6 +15,7 @@ from swapper.store import Store
 from tests.e2e.client import Client
 
 MAX_QUEUE = 32
+IMPATIENT = "smollm2-middle"
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,7 @@ def config(images: dict[str, Image]) -> dict[str, Any]:
         "store": str(images["smollm2"].path.parents[1]),
         "memory": {"pool": frames * PAGE_BYTES, "page": PAGE_BYTES},
         "scheduler": {"max_queue": MAX_QUEUE},
+        "models": {IMPATIENT: {"max_wait": 0.5}},
     }
 
 

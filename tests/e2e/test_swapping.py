@@ -11,7 +11,7 @@ from server.demo.run import PAGE_BYTES
 from swapper.geometry import kv_frames
 from swapper.image import Image
 from tests.e2e.client import Client
-from tests.e2e.conftest import MAX_QUEUE
+from tests.e2e.conftest import IMPATIENT, MAX_QUEUE
 
 A, B, C = "smollm2", "smollm2-late", "smollm2-middle"
 
@@ -24,6 +24,25 @@ def test_an_answer_is_finished_before_its_memory_goes(client: Client) -> None:
         other = client.start(B)
         assert len(list(pieces)) > 10
     assert other.result(60).status_code == 200
+
+
+def test_a_long_answer_is_suspended_for_whoever_has_waited_long_enough_and_goes_on_as_if_nothing_had_been(
+    client: Client,
+) -> None:
+    expected = client.text(A, prompt="Once upon a time", max_tokens=120)
+    before = client.metric("gswapd_suspension_seconds_count", model=A)
+    with client.stream(A, max_tokens=120) as pieces:
+        text = next(pieces)
+        other = client.start(IMPATIENT)
+        for piece in pieces:
+            text += piece
+            if other.done():
+                break
+        else:
+            raise AssertionError("the other model was not answered before the end of the long answer")
+        assert text + "".join(pieces) == expected
+    assert other.result(0).status_code == 200
+    assert client.metric("gswapd_suspension_seconds_count", model=A) > before
 
 
 def test_a_request_just_after_an_eviction_began_is_answered(client: Client) -> None:

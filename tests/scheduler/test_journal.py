@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,15 @@ async def test_a_live_journal_has_lengths_and_sources_and_no_word_of_what_was_sa
     assert notes["moved"][0:2] == (here.group.name, "a")
     assert notes["moved"][3] == {"disk": 2}
     assert "77001" not in path.read_text()
+
+
+def test_every_kind_of_event_is_read_as_it_was_written(tmp_path: Path) -> None:
+    spec = ModelSpec("a", ((1, 2), (3, 4)), pp=2, slo=1.5)
+    journal = Journal(tmp_path / "journal", PLENTY)
+    core = SchedulerCore(CoreConfig(page_bytes=PAGE))
+    for event in (events.ModelAdded(1.0, spec), events.ModelChanged(2.0, replace(spec, priority=3))):
+        journal.step(core, event)
+    journal.close()
+    added, changed = (decided.event for decided in decisions(tmp_path / "journal"))
+    assert added == events.ModelAdded(1.0, spec)
+    assert changed == events.ModelChanged(2.0, replace(spec, priority=3))

@@ -16,7 +16,7 @@ from scheduler.core.events import (
     Pinned,
     Unpinned,
 )
-from scheduler.core.fitting import MINIMAL_KV, choose_home, never_fits, set_home, why_not
+from scheduler.core.fitting import MINIMAL_KV, can_hold, choose_home, never_fits, set_home, why_not
 from scheduler.core.model import Model
 from scheduler.core.requests import Job, JobKind, Request
 from scheduler.core.state import State
@@ -146,6 +146,10 @@ def refuse_hopeless(state: State) -> None:
         for job in model.loads():
             if never_fits(state, model, 0):
                 state.fail_job(job, "no_memory", why_not(state, model, 0))
+        for placement in list(model.placements.values()):
+            if placement.is_suspended and not can_hold(state.groups[placement.group], model, placement.kv_suspended):
+                for request in [state.requests[running] for running in placement.running]:
+                    state.fail(request, "no_memory", why_not(state, model, placement.kv_suspended))
 
 
 def _is_open(state: State, ident: str, name: str) -> bool:

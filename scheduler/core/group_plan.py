@@ -32,6 +32,9 @@ from scheduler.policy.view import Holder, Memory, Want
 LONG_RUN = 0.5
 """Seconds. What is expected to be done sooner is waited for rather than suspended."""
 
+ROOM_AHEAD = 1
+"""Extents for which room is made at once, beside the next."""
+
 STALLED_LOOKED_AT = 4
 """Models waiting elsewhere that an idle group offers itself to."""
 
@@ -178,6 +181,9 @@ class GroupPlan:
         kv = placement.kv_suspended
         lacking = [max(0, kv - placement.kv.granted)] * self._group.ranks
         if self._has(lacking, placement, kv):
+            waited = self._state.now - placement.suspended_at
+            message = f"{len(placement.running)} requests go on after {waited:.2f} s."
+            self._state.explain(self._state.models[want.model], "resumed", message)
             self._state.resume(placement)
             return True
         return self._make_room(want, lacking)
@@ -199,8 +205,11 @@ class GroupPlan:
         else:
             lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
         if not self._has(lacking, placement, kv):
-            return self._make_room(want, lacking)
-        group.next_in = want.model
+            return self._make_room(want, lacking, min(model.pages - last, ROOM_AHEAD * state.config.extent_pages))
+        if group.next_in != want.model:
+            group.next_in = want.model
+            state.explain(model, "loading", f"{want.queue} wait; {want.load:.2f} s of {group.name}'s link bring it in.")
+        group.in_vain.pop(want.model, None)
         placement = state.placement(group, model)
         state.reserve(group, placement, last)
         state.issue_extents(group, placement)
@@ -250,6 +259,9 @@ class GroupPlan:
     def _bring_ahead(self, name: str, victims: Sequence[Holder]) -> None:
         """Ask for the next extent of a model, or make room for it."""
         state, group = self._state, self._group
+        if group.next_in != name:
+            group.next_in = name
+            state.explain(state.models[name], "prefetched", f"The link of {group.name} is idle; it may be wanted soon.")
         model, placement = state.models[name], group.placements.get(name)
         reserved = placement.reserved if placement is not None else 0
         last = min(model.pages, reserved + state.config.extent_pages)
@@ -292,31 +304,38 @@ class GroupPlan:
         before = self._claims or [0] * self._group.ranks
         self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
 
-    def _make_room(self, want: Want, lacking: Sequence[int]) -> bool:
-        """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
+    def _make_room(self, want: Want, lacking: Sequence[int], ahead: int = 0) -> bool:
+        """Take what lacks from victims, and up to `ahead` frames more, so that the link need not wait each time.
+
+        False if that has to wait for what is busy, or for what is worth keeping.
+        """
         state, now = self._state, self._state.now
         if self._is_in_vain(want):
             return False
-        memory = self._memory(want, lacking)
+        memory = self._memory(want, [need + ahead for need in lacking])
         holders = self._idle_holders(want.model)
         victims = self._policy.victims(want, holders, now)
         room = make_room(memory, victims, self._policy.whole)
         surplus = self._surplus(want.model)
-        if room.short <= sum(frames for _, frames in surplus):
+        short = max(0, room.short - ahead)
+        if short <= sum(frames for _, frames in surplus):
             for tail in room.tails:
                 self._take(want, self._group.placements[tail.model], tail.keep)
-            self._take_back(surplus, room.short)
+            self._take_back(surplus, short)
             self._claim(lacking)
             if not want.is_in:
                 self._link_is_taken = True
                 self._group.next_in = want.model
             return True
         if now >= want.due:
-            self._clear(want, memory, holders)
+            self._clear(want, self._memory(want, lacking), holders)
             self._claim(lacking)
         else:
             worth = self._policy.worth_at(want, holders, now)
             ask_at = want.due if worth is None or worth <= now else min(worth, want.due)
+            if want.model not in self._group.in_vain:
+                lacks = f"It lacks {max(lacking)} frames on {self._group.name}, where models are busy or worth keeping."
+                state.explain(state.models[want.model], "waiting", lacks)
             self._group.in_vain[want.model] = Vain(self._group.version, want.queue, ask_at)
             state.wake_group(self._group, ask_at)
             state.shapes[self._group.mesh].stalled[want.model] = None
@@ -405,6 +424,8 @@ class GroupPlan:
             return
         began = max(placement.turn_began, placement.whole_at)
         model = state.models[placement.model]
+        if not can_hold(self._group, model, placement.kv.granted):
+            return  # a pin has come since: it could never go on
         at = began + max(time_slice, load_seconds(state, self._group, model))
         if run_seconds(state, model) < LONG_RUN:
             at = max(at, want.due + LONG_RUN)

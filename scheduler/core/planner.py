@@ -91,8 +91,10 @@ class Planner:
 
     def _targets(self, model: Model) -> dict[str, None]:
         state = self._state
+        if state.now < model.retry_at:
+            return {}
         targets: dict[str, None] = {}
-        if state.now >= model.retry_at and (model.waiting or (model.jobs and model.loads())):
+        if model.waiting or (model.jobs and model.loads()):
             targets = aim(state, model)
         if model.home is not None and self._must_come_home(model):
             targets[model.home] = None
@@ -116,7 +118,7 @@ class Planner:
 
     def _must_come_home(self, model: Model) -> bool:
         home = self._state.groups[model.home] if model.home is not None else None
-        if home is None or not home.up or self._state.now < model.retry_at:
+        if home is None or not home.up:
             return False
         placement = home.placements.get(model.spec.name)
         return placement is None or not placement.is_committed

@@ -184,7 +184,10 @@ class State:
         group.loading.pop(placement.model, None)
         group.prefetch_at = 0.0
         group.version += 1
-        self.touch(placement)
+        self.touched_groups[group.name] = None
+        model = self.models[placement.model]
+        if not keep or model.jobs or model.removed:
+            self.touched_models[placement.model] = None
 
     def issue_extents(self, group: Group, placement: Placement) -> None:
         """Ask for the next pages that are reserved, as far ahead as allowed."""
@@ -216,7 +219,8 @@ class State:
         self.groups[placement.group].version += 1
         self.touched_groups[placement.group] = None
         model = self.models[placement.model]
-        if model.jobs or model.removed or not placement.running:
+        unfinished = placement.reserved > placement.issued and not placement.running
+        if model.jobs or model.removed or unfinished:
             self.touched_models[placement.model] = None
 
     # ---- running

@@ -59,7 +59,7 @@ class KvRoom(NamedTuple):
     ever: int
 
 
-DecisionKind = Literal["placed", "loading", "waiting", "evicted", "suspended", "resumed", "prefetched", "refused"]
+DecisionKind = Literal["placed", "loading", "waiting", "evicted", "suspended", "resumed", "prefetched"]
 
 
 class Decision(NamedTuple):

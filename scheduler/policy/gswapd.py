@@ -77,7 +77,7 @@ class Gswapd(Policy):
             worth = self._worth(candidate, now)
             if worth > best_worth:
                 best, best_worth = candidate, worth
-            later = now + candidate.load / 4
+            later = now + candidate.load / 2
             ask_at = later if ask_at is None else min(later, ask_at)
         if best is None:
             return Prefetch(None, (), ask_at)

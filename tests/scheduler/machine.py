@@ -133,6 +133,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for other in MODELS:
             self.world.arrive(other)
 
+    @rule(model=names)
+    def long_answers_take_turns(self, model: str) -> None:
+        self.world.arrive(model, 2)
+        self.world.take_turns()
+
     @rule(group=st.sampled_from(sorted(GROUPS)))
     def group_restarts(self, group: str) -> None:
         if self.world.groups[group].up:

@@ -31,12 +31,25 @@ class Slot:
     out_failures: int = 0
     kv_limit: int = 0
     kv_held: int = 0
-    grants: deque[act.GrantKv] = field(default_factory=deque)
+    grants: deque[act.GrantKv | act.Suspend | act.Resume] = field(default_factory=deque)
+    is_suspended: bool = False
+    kv_kept: int = 0  # frames that bring back what is suspended
     sequences: dict[str, bool] = field(default_factory=dict)  # requests, in order; False: it was told to stop
 
     @property
     def can_fill_kv(self) -> bool:
-        return self.ready > 0 and bool(self.sequences) and self.kv_held < self.kv_limit
+        runs = self.ready > 0 and bool(self.sequences) and not self.is_suspended
+        return runs and self.kv_held < self.kv_limit
+
+
+def frames_of(grant: act.GrantKv | act.Suspend | act.Resume) -> int:
+    match grant:
+        case act.GrantKv():
+            return grant.frames
+        case act.Resume():
+            return grant.kv_frames
+        case act.Suspend():
+            return 0
 
 
 class SimulatedGroup:
@@ -82,7 +95,7 @@ class SimulatedGroup:
                 assert not slot.reading, f"{command} during a page-in"
                 for request in [request for request, runs in slot.sequences.items() if not runs]:
                     self.finish(command.model, request)  # at the latest
-                assert not slot.sequences, f"{command} under a lease of {list(slot.sequences)}"
+                assert not slot.sequences or slot.is_suspended, f"{command} under a lease of {list(slot.sequences)}"
                 assert slot.leaving is None, f"{command} during a page-out"
                 assert command.keep < slot.mapped, f"{command} takes nothing"
                 slot.leaving = command
@@ -90,6 +103,19 @@ class SimulatedGroup:
                 slot = self.slot(command.model)
                 slot.grants.append(command)
                 slot.kv_limit = max(slot.kv_limit, command.frames)
+            case act.Suspend():
+                slot = self.slot(command.model)
+                assert not slot.is_suspended, f"{command} of what is suspended"
+                slot.is_suspended = bool(slot.sequences)
+                slot.kv_kept = slot.kv_held
+                slot.grants.append(command)
+            case act.Resume():
+                slot = self.slot(command.model)
+                assert slot.is_suspended or not slot.sequences, f"{command} of what is not suspended"
+                assert command.kv_frames >= slot.kv_kept, f"{command} does not bring {slot.kv_kept} frames back"
+                slot.is_suspended = False
+                slot.grants.append(command)
+                slot.kv_limit = max(slot.kv_limit, command.kv_frames)
             case act.Serve():
                 self.slot(self._models[command.request]).sequences[command.request] = True
             case act.Cancel():
@@ -127,6 +153,7 @@ class SimulatedGroup:
         slot.mapped = slot.ready = slot.kv_held = 0
         slot.reading.clear()
         slot.sequences.clear()
+        slot.is_suspended = False
         for command in failed:
             self._report(lambda at, c=command: ev.PageInFailed(at, self.name, model, c.epoch, "short read"))
 
@@ -149,9 +176,16 @@ class SimulatedGroup:
     def grant_done(self, model: str) -> None:
         slot = self.slots[model]
         done = slot.grants.popleft()
-        slot.kv_limit = max([done.frames, *(grant.frames for grant in slot.grants)])
+        slot.kv_limit = max(frames_of(grant) for grant in (done, *slot.grants))
         slot.kv_held = min(slot.kv_held, slot.kv_limit)
-        self._report(lambda at: ev.KvReleased(at, self.name, model, done.epoch, done.frames))
+        match done:
+            case act.Suspend():
+                kept = slot.kv_kept
+                self._report(lambda at: ev.Suspended(at, self.name, model, done.epoch, kept))
+            case act.Resume():
+                self._report(lambda at: ev.Resumed(at, self.name, model, done.epoch))
+            case act.GrantKv():
+                self._report(lambda at: ev.KvReleased(at, self.name, model, done.epoch, done.frames))
 
     def fill_kv(self, model: str) -> None:
         """Its batch uses all it was granted and would use one frame more."""
@@ -170,16 +204,19 @@ class SimulatedGroup:
         slot = self.slots[model]
         del slot.sequences[request]
         if not slot.sequences:
-            slot.kv_held = 0
+            slot.kv_held = slot.kv_kept = 0
+            slot.is_suspended = False
         self._report(lambda at: ev.Finished(at, request))
 
     def can_finish(self, model: str) -> list[str]:
         """Even a cancelled request first waits for all pages: the engine may be inside a forward pass."""
         slot = self.slots[model]
+        if slot.is_suspended:
+            return [request for request, runs in slot.sequences.items() if not runs]
         return list(slot.sequences) if slot.ready == len(self._shards[model][0]) else []
 
-    def work(self) -> list[Callable[[], None]]:
-        """Everything that may happen here next without anything going wrong."""
+    def work(self, finish: bool = True) -> list[Callable[[], None]]:
+        """Everything that may happen here next without anything going wrong; no request ends unless it may `finish`."""
         possible: list[Callable[[], None]] = [self.obey] if self.mailbox else []
         for name, slot in self.slots.items():
             if slot.reading:
@@ -190,7 +227,8 @@ class SimulatedGroup:
                 possible.append(lambda n=name: self.grant_done(n))
             if slot.can_fill_kv:
                 possible.append(lambda n=name: self.fill_kv(n))
-            possible += [lambda n=name, r=request: self.finish(n, r) for request in self.can_finish(name)]
+            if finish:
+                possible += [lambda n=name, r=request: self.finish(n, r) for request in self.can_finish(name)]
         return possible
 
     def trouble(self) -> list[Callable[[], None]]:

@@ -27,6 +27,7 @@ CONFIG = CoreConfig(
     wait_bound=5.0,
     load_backoff=1.0,
     load_backoff_max=8.0,
+    time_slice=1.0,
 )
 
 MODELS = {
@@ -169,10 +170,11 @@ class World:
                 self._post(name, action)
             case act.Cancel(request=request, group=name):
                 self._post(name, action)
-            case act.PageIn(group=name, model=model):
-                assert self.now >= self.retry_at.get(model, 0.0), f"{model} is tried again before its pause is over"
+            case act.PageIn(group=name, model=model, first=first):
+                paused = self.now < self.retry_at.get(model, 0.0)  # what began on another group before may go on
+                assert not paused or first, f"{model} is tried again before its pause is over"
                 self._post(name, action)
-            case act.GrantKv(group=name):
+            case act.GrantKv(group=name) | act.Suspend(group=name) | act.Resume(group=name):
                 self._post(name, action)
             case act.PageOut(group=name, model=model):
                 ranks = len(self.shards[model])
@@ -307,6 +309,20 @@ class World:
                         group.extent_in(name)
                 group.fill_all_kv()
             self.deliver_all()
+
+    def take_turns(self) -> None:
+        """No answer ends for a long time, and every model is asked for."""
+        for model in self.shards:
+            self.arrive(model)
+        for _ in range(4):
+            for group in self.groups.values():
+                for _ in range(60):
+                    possible = group.work(finish=False)
+                    if possible:
+                        possible[-1]()
+                    if group.outbox:
+                        self.deliver(group.name)
+            self.advance(3.0)
 
     # ---- to the end
 

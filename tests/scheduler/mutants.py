@@ -29,9 +29,7 @@ class Mutant:
 _SHARED = tuple(f"scheduler.core.{name}" for name in ("events", "actions", "config", "transitions"))
 """Modules that the mutated core has in common with the tests: the words that both speak."""
 
-NO_CHANGE = Mutant(
-    "nothing is changed", "scheduler.core.kv", "return self._grants[-1].frames", "return self._grants[-1].frames"
-)
+NO_CHANGE = Mutant("nothing is changed", "scheduler.core.kv", "self.granted = frames", "self.granted = frames")
 """The control: loaded like a mutant, it must pass."""
 
 
@@ -45,8 +43,8 @@ MUTANTS = [
     Mutant(
         "KV frames are free as soon as a grant is lowered",
         "scheduler.core.kv",
-        "return max(self._ceiling, max(grant.frames for grant in self._grants))",
-        "return self.granted",
+        "self.reserved = max(self.reserved, frames)",
+        "self.reserved = frames",
     ),
     Mutant(
         "a page-in's epoch is not looked at",
@@ -63,8 +61,8 @@ MUTANTS = [
     Mutant(
         "pinned models are victims",
         "scheduler.core.group_plan",
-        "if p.can_page_out(now) and not self._is_pinned(p)]",
-        "if p.can_page_out(now)]",
+        "placement.can_page_out(now) and name not in pinned",
+        "placement.can_page_out(now)",
     ),
     Mutant(
         "a model is paged out under running requests",
@@ -184,7 +182,7 @@ MUTANTS = [
     Mutant(
         "KV granted beyond need is never taken back",
         "scheduler.core.group_plan",
-        "            self._take_back(surplus, room.short)\n",
+        "            self._take_back(surplus, short)\n",
         "",
     ),
     Mutant(
@@ -204,6 +202,30 @@ MUTANTS = [
         "scheduler.core.fitting",
         "groups = [group for group in matching_groups(state, model) if can_hold(group, model, MINIMAL_KV)]",
         "groups = matching_groups(state, model)",
+    ),
+    Mutant(
+        "what is suspended does not go on",
+        "scheduler.core.group_plan",
+        "        if placement.is_suspended:\n            return self._resume(want, placement)\n",
+        "        if placement.is_suspended:\n            return True\n",
+    ),
+    Mutant(
+        "what goes on gets less KV than it had",
+        "scheduler.core.completions",
+        "placement.kv_suspended = max(event.kv_frames, placement.least_kv)",
+        "placement.kv_suspended = placement.least_kv",
+    ),
+    Mutant(
+        "what is suspended is suspended again",
+        "scheduler.core.group_plan",
+        "if placement.activity is not Activity.RUNNING or placement.phase",
+        "if placement.phase",
+    ),
+    Mutant(
+        "requests join what is being suspended",
+        "scheduler.core.group_plan",
+        "        if placement.activity is Activity.SUSPENDING:\n            return True\n",
+        "",
     ),
     Mutant(
         "nobody is woken for a page-out that is to be tried again",

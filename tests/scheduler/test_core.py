@@ -18,8 +18,8 @@ CONFIG = CoreConfig(page_bytes=1, extent_pages=8, wait_bound=5.0, load_backoff=1
 class Desk:
     """A core with short words for what a test tells it."""
 
-    def __init__(self, **groups: int | tuple[int, int]) -> None:
-        self.core = SchedulerCore(CONFIG)
+    def __init__(self, config: CoreConfig = CONFIG, **groups: int | tuple[int, int]) -> None:
+        self.core = SchedulerCore(config)
         self.now = 0.0
         for name, shape in groups.items():
             frames, ranks = shape if isinstance(shape, tuple) else (shape, 1)
@@ -365,3 +365,63 @@ def test_a_time_to_live_can_change_while_a_model_is_idle_or_busy() -> None:
     assert not any(isinstance(action, act.PageOut) for action in desk.at(60.0))
     assert any(isinstance(action, act.PageOut) for action in desk.send(ev.ModelChanged(60.0, replace(spec, ttl=5.0))))
     desk.send(ev.ModelChanged(60.0, ev.ModelSpec("unknown", ((1,),))))  # one that went meanwhile
+
+
+# ---- taking turns, and why
+
+
+def test_a_model_that_came_in_has_its_turn_before_it_is_suspended() -> None:
+    desk = Desk(CoreConfig(page_bytes=1, wait_bound=0.2, time_slice=2.0), g=4)
+    desk.add("A", (1, 2, 3))
+    desk.add("B", (11, 12, 13))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B")
+    assert not only(desk.at(1.9), act.Suspend)
+    assert [suspend.model for suspend in only(desk.at(2.0), act.Suspend)] == ["A"]
+
+
+def test_a_model_whose_batch_is_full_comes_to_another_group_too() -> None:
+    desk = Desk(CoreConfig(page_bytes=1, max_running=1), g=4, h=4)
+    desk.add("A", (1, 2))
+    desk.answer(desk.arrive("a0", "A"))
+    for number in range(1, 8):
+        desk.answer(desk.arrive(f"a{number}", "A"))
+    view = desk.core.model("A")
+    assert view is not None
+    assert sorted(placement.group for placement in view.placements if placement.running) == ["g", "h"]
+
+
+def test_an_idle_model_goes_when_its_time_to_live_is_over() -> None:
+    desk = Desk(g=4)
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("A", ((1, 2),), ttl=3.0)))
+    desk.answer(desk.arrive("a", "A"))
+    desk.at(50.0)
+    desk.finish("a")  # a long answer: the clock starts at its end
+    assert not only(desk.at(52.9), act.PageOut)
+    assert only(desk.at(53.0), act.PageOut)
+
+
+def test_a_bound_of_ones_own_goes_before_the_common_one() -> None:
+    desk = Desk(g=5)
+    desk.add("A", (1, 2, 3))
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("B", ((11, 12, 13),), max_wait=1.0)))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B")
+    desk.at(1.0)
+    assert not only(desk.arrive("a2", "A"), act.Serve), "A takes no more work"
+    assert act.Serve("b", "g") in desk.finish("a")
+
+
+def test_decisions_say_why_in_numbers() -> None:
+    desk = Desk(g=4)
+    desk.add("A", (1, 2, 3))
+    desk.add("B", (11, 12, 13))
+    desk.answer(desk.arrive("a", "A"))
+    desk.finish("a")
+    desk.now = 2.0
+    desk.answer(desk.arrive("b", "B"))
+    (decision,) = [decision for decision in desk.core.decisions("A") if decision.kind == "evicted"]
+    assert decision.at == 2.0
+    assert "3 of its 3 pages go from g for B" in decision.message
+    assert "last used 2.00 s ago" in decision.message
+    assert desk.core.decisions("nobody") == ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -325,10 +326,13 @@ class FollowerEngine:
         return followed
 
     def _compute(self, run: Callable[..., None], followed: _Followed, *arguments: Any) -> None:
+        began = time.perf_counter()
         with self._changed:
             self._computing = True
         try:
             run(followed, *arguments)
+            if self.recorder.on:
+                self.recorder.add("pass", followed.model.name, began, time.perf_counter() - began)
         except WorkerError:
             raise
         except Exception as error:

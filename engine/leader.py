@@ -90,11 +90,9 @@ class Leader:
                 if (led := self._find(model)) is not None:
                     led.hear(rank, number, units, whole)
             case ["recall", model, number]:
-                answer: Callable[[], None] = lambda: self._mesh.tell(["recalled", number], rank)  # noqa: E731
                 if (led := self._find(model)) is not None:
-                    led.recall(rank, answer)
-                else:
-                    answer()
+                    led.recall(rank)
+                self._mesh.tell(["recalled", number], rank)
             case _:
                 raise WorkerError(f"Rank {rank} says what nobody understands: {message[0]!r}.")
 
@@ -221,13 +219,12 @@ class LedModel:
             self._lost |= self._known[rank] <= unit  # it answers so when its page-in failed
         self.wake()
 
-    def recall(self, rank: int, answer: Callable[[], None]) -> None:
-        """Forget what is known of a follower's pages."""
+    def recall(self, rank: int) -> None:
+        """Forget what is known of a follower's pages: from now on, nothing that needs them is sent."""
         with self._lock:
             self._known[rank] = 0
             self._asked.pop(rank, None)
             self._lost = True
-            answer()
         self.wake()
 
     def wake(self) -> None:

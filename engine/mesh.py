@@ -197,6 +197,7 @@ class Mesh:
             callbacks = list(self._when_broken)
             for channel in self._channels.values():
                 channel.close()
+        self._abort_collectives()
         logger.log(level, "The mesh of rank %d is broken: %s", self.rank.rank, reason)
         for callback in callbacks:
             callback()
@@ -222,6 +223,7 @@ class Mesh:
         for reader in self._readers:
             if reader is not threading.current_thread():
                 reader.join(COLLECTIVE_TIMEOUT)
+        self._abort_collectives()
         self._stage = self._world = None
 
     def _read(self, peer: int, channel: Channel, handler: Handler) -> None:
@@ -239,6 +241,13 @@ class Mesh:
         except Exception as error:
             logger.exception("A message of rank %d could not be handled.", peer)
             self.break_(f"A message of rank {peer} could not be handled: {error!r}")
+
+    def _abort_collectives(self) -> None:
+        """End what is under way on the GPU. Gloo's end when the other rank's process does, or after their time-out."""
+        if self.device.type == "cuda":
+            for group in (self._stage, self._world):
+                if group is not None:
+                    group.abort()
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None or self._closed:

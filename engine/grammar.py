@@ -1,8 +1,8 @@
 """Answers that must match a grammar: which tokens may come next.
 
 The library is llguidance. A matcher walks along an answer's tokens and depends on nothing else, so a rerun or a
-resumption repeats it. Its tokenizer takes about a second to make, and is made when a model is first asked for a
-grammar.
+resumption repeats it. Its tokenizer takes half a second to make, and is made when a model is first asked for a
+grammar, by the thread that runs its batches.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ class ImageGrammars:
 
     def _load(self, stop_tokens: frozenset[int]) -> Any:
         from llguidance.hf import from_tokenizer
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # The class that a tokenizer names is looked for a second, and adds nothing to its file.
+        loader = PreTrainedTokenizerFast if (self._image / "tokenizer.json").exists() else AutoTokenizer
         try:
-            own = AutoTokenizer.from_pretrained(self._image, local_files_only=True, trust_remote_code=False)
+            own = loader.from_pretrained(self._image, local_files_only=True, trust_remote_code=False)
             return from_tokenizer(own, eos_token=sorted(t for t in stop_tokens if t < len(own)) or None)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise GrammarError(f"The model's tokenizer cannot be used with grammars: {error}") from error

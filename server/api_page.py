@@ -83,7 +83,7 @@ is text. Arguments are held to their schema when a call is `required`, or a func
 
 Kept by masking tokens, in the worker, with [llguidance](https://github.com/guidance-ai/llguidance). A schema with what it cannot keep is refused with the reason. At most 16 characters of white space
 stand between two parts. An answer that `max_tokens` cuts off is cut off JSON (`finish_reason` is `length`). The first answer of a model that needs a grammar
-waits about a second more, while its tokenizer is prepared.
+waits about half a second, and the others of the model with it, while its tokenizer is prepared.
 
 ## Embeddings
 

@@ -175,10 +175,17 @@ class FakeGroup:
     def started(self, request: str) -> None:
         self.report(Started(request))
 
-    def tokens(self, request: str, index: int, *tokens: int, finish: FinishReason | None = None) -> None:
+    def tokens(
+        self,
+        request: str,
+        index: int,
+        *tokens: int,
+        finish: FinishReason | None = None,
+        vectors: tuple[bytes, ...] | None = None,
+    ) -> None:
         if finish is not None:
             self.serving.pop(request, None)
-        self.report(Tokens(request, index, tokens, None, finish))
+        self.report(Tokens(request, index, tokens, None, finish, vectors=vectors))
 
     def fail_request(self, request: str, message: str) -> None:
         del self.serving[request]

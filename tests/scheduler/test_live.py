@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from engine.request import EmbeddingRequest, Tokens
+from scheduler.answers import LiveAnswer
 from swapper.errors import Refused
 from tests.scheduler.fake_group import PAGE_BYTES, FakeGroup
 from tests.scheduler.house import TOKENS_A_FRAME, WALL, house, request, served
@@ -408,3 +411,47 @@ async def test_a_page_out_for_memory_is_told_of_with_the_age_of_its_model() -> N
 async def test_workers_are_those_of_all_groups() -> None:
     async with house(A, groups=[FakeGroup("g0"), FakeGroup("g1")]) as here:
         assert [worker.group for worker in here.scheduler.workers()] == ["g0", "g1"]
+
+
+# ---- what is expected of models changes; encoders
+
+
+@virtual_time
+async def test_a_time_to_live_that_changes_under_a_request_holds_from_its_end() -> None:
+    model = served("a", 2)
+    async with house(model) as here:
+        client = here.ask("a")
+        here.scheduler.change_model(replace(model, ttl=0.0))  # in the same turn: it must not go before it was used
+        await here.work()
+        assert here.status("a").state == "resident"
+        await here.finish(client, 1)
+        await here.work()
+        assert here.status("a").state == "absent"
+        here.scheduler.change_model(replace(model, ttl=30.0))
+        await here.answered("a")
+        await pass_time(29)
+        assert here.status("a").state == "resident"
+        await pass_time(2)
+        await here.work()
+        assert here.status("a").state == "absent"
+        here.scheduler.change_model(served("gone", 1))  # one that is not known
+
+
+@virtual_time
+async def test_vectors_come_as_one_report_and_need_no_kv() -> None:
+    encoder = replace(served("e", 2), kv_bytes_per_token=0)
+    async with house(encoder) as here:
+        answer = here.scheduler.submit(EmbeddingRequest("v", "e", ((1, 2), (3,))), 60.0)
+        reading = asyncio.ensure_future(_reports(answer))
+        await here.work()
+        assert not any(isinstance(command, GrantKv) for post in here.group.posts for command in post)
+        here.group.started("v")
+        here.group.tokens("v", 0, finish="stop", vectors=(b"12", b"3"))
+        await settle()
+        (report,) = await asyncio.wait_for(reading, 1)
+        assert report.vectors == (b"12", b"3")
+        assert here.scheduler.room("e") is None
+
+
+async def _reports(answer: LiveAnswer) -> list[Tokens]:
+    return [report async for report in answer]

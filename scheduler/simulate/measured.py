@@ -24,6 +24,9 @@ from scheduler.simulate.workload import Workload, named
 OBJECTIVE = 10.0
 """Seconds to answer in; a journal does not tell what was hoped for."""
 
+TOGETHER = 0.01
+"""Seconds within which the ends of one pass are heard of."""
+
 QUICK = 5
 """Percentile of what requests took besides their passes that counts as the way there and back."""
 
@@ -41,6 +44,8 @@ def measure(path: Path) -> Measured:
     """From one file of a journal that begins with the daemon. Raises JournalError if it tells too little."""
     observations = _Observations()
     for line in replay(path):
+        if isinstance(line, Decided) and not line.same:
+            raise JournalError(f"{path} is of a gswapd that decided otherwise than this one; that one can go by it.")
         observations.take(line)
     return observations.conclude(configuration(path), path)
 
@@ -80,31 +85,33 @@ class _Observations:
             case events.WorkerUp():
                 self.groups[event.group] = event
             case events.Arrived():
-                noted = self.requests.get(event.request)
-                self.requests[event.request] = request = noted or _Request("", 0.0, 0)
+                request = self._request(event.request)
                 request.model, request.arrived, request.kv_frames = event.model, event.at, event.kv_frames
             case events.Finished():
-                self.requests[event.request].finished = event.at
+                self._request(event.request).finished = event.at
             case events.PagedIn():
                 self._paged_in(event)
         for action in line.actions:
             if isinstance(action, actions.PageIn):
                 self.asked[action.epoch] = event.at
             elif isinstance(action, actions.Serve):
-                self.requests[action.request].served = event.at
+                self._request(action.request).served = event.at
 
     def _note(self, note: Note) -> None:
         match note.word:
             case "asked":
                 ident, prompt, most = note.fields
-                request = self.requests.setdefault(ident, _Request("", 0.0, 0))
+                request = self._request(ident)
                 request.prompt, request.most_tokens = prompt, most
             case "answered":
                 ident, tokens, computing = note.fields
-                request = self.requests[ident]
+                request = self._request(ident)
                 request.output, request.computing = max(1, tokens), computing
             case "moved":
                 self.sources[note.fields[2]] = note.fields[3]
+
+    def _request(self, ident: str) -> _Request:
+        return self.requests.setdefault(ident, _Request("", 0.0, 0))
 
     def _paged_in(self, event: events.PagedIn) -> None:
         """The link of a group brings one page-in after another."""
@@ -118,8 +125,11 @@ class _Observations:
 
     def conclude(self, config: CoreConfig, path: Path) -> Measured:
         ended = [r for r in self.requests.values() if r.finished is not None and r.computing is not None]
-        if not ended or not self.groups:
-            raise JournalError(f"{path} tells of no request that was answered, so there is nothing to go by.")
+        if not ended or not self.groups or not {request.model for request in ended} <= self.specs.keys():
+            raise JournalError(
+                f"{path} does not begin with a daemon's start and go on to answered requests, so there is too little "
+                "to go by."
+            )
         alias, page = self._page_seconds()
         way = self._way(ended)
         groups = tuple(
@@ -187,13 +197,18 @@ def _service(requests: Sequence[_Request]) -> tuple[float, float]:
 
 
 def _work(requests: Sequence[_Request]) -> list[tuple[int, int, float]]:
-    """Passes, tokens in them, and seconds. Requests of one pass that took the same time shared it."""
-    shared: dict[float, int] = {}
-    work = []
-    for request in requests:
-        seconds = request.computing or 0.0
-        if request.output == 1:
-            shared[seconds] = shared.get(seconds, 0) + request.prompt
+    """Passes, tokens in them, and seconds. Requests of one token that ended together after the same time shared it."""
+    work: list[tuple[int, int, float]] = []
+    last: _Request | None = None
+    for request in sorted(requests, key=lambda request: request.finished or 0.0):
+        seconds, tokens = request.computing or 0.0, request.prompt + request.output - 1
+        if last is not None and request.output == last.output == 1 and _ended_together(last, request):
+            work[-1] = (1, work[-1][1] + tokens, seconds)
         else:
-            work.append((request.output, request.prompt + request.output - 1, seconds))
-    return work + [(1, tokens, seconds) for seconds, tokens in shared.items()]
+            work.append((request.output, tokens, seconds))
+        last = request
+    return work
+
+
+def _ended_together(one: _Request, other: _Request) -> bool:
+    return one.computing == other.computing and abs((one.finished or 0.0) - (other.finished or 0.0)) < TOGETHER

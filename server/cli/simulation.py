@@ -140,10 +140,11 @@ def _compare(journal: Path, policies: Sequence[str], report: Path | None, as_jso
     from dataclasses import replace
 
     from scheduler.core.core import SchedulerCore
+    from scheduler.journal import files
     from scheduler.simulate.measured import measure
     from scheduler.simulate.simulator import Simulator
 
-    measured = measure(journal)
+    measured = measure(files(journal)[0])
     outcomes = {"as it was": measured.outcome}
     for policy in dict.fromkeys([measured.config.policy, *policies]):
         core = SchedulerCore(replace(measured.config, policy=_policy(policy)))

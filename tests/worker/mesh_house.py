@@ -275,6 +275,8 @@ def _live_on_gpu(spec: WorkerSpec, pipe: Connection) -> None:
 
 def _serve(shard: Shard, reader: _Reader, pipe: Connection) -> None:
     """Do what the test asks for, until it says that it is over."""
+    import torch
+
     pipe.send("up")
     while True:
         answer: Any = None
@@ -293,6 +295,10 @@ def _serve(shard: Shard, reader: _Reader, pipe: Connection) -> None:
                     reader.release()
                 case "traffic":
                     answer = shard._engine.traffic
+                case "graphs":
+                    from engine.graphs import graphs_of
+
+                    answer = len(graphs_of(torch.device(shard._pool.device)))
                 case "close":
                     shard.close()
                     pool = shard._pool

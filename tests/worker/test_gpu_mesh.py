@@ -64,6 +64,7 @@ def test_a_decode_counts_the_same_collectives_with_a_graph_as_without(
         calls.append({kind: moved.calls for kind, moved in house.ask(0, "traffic").since(before).kinds.items()})
     assert calls[0] == calls[1] == calls[2]
     assert sum(calls[0].values()) >= ANSWER
+    assert all(house.ask(rank, "graphs") for rank in range(house.size)), "decodes with collectives were not recorded"
     house.remove(image.manifest.model)
 
 

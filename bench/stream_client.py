@@ -86,6 +86,8 @@ class _Reading:
         now = time.perf_counter()
         *events, self.rest = (self.rest + body).split(b"\n\n")
         for event in events:
+            if event.startswith(b":"):  # a comment: the daemon says what a long wait is for
+                continue
             data = event.removeprefix(b"data: ")
             if data == b"[DONE]":
                 self.done = True

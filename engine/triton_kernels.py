@@ -2,6 +2,8 @@
 
 `engine/triton_attention.py` launches them, and says how they go together. A layer's rows are given as an offset from an
 anchor, a tensor of their type: of a tensor's own address Triton asks the driver, which knows none of an unmapped page.
+What a batch's numbers are, and where they lie in their row, does not matter to a kernel: for each kind of alignment
+there would be another one, and a second of waiting for it in the middle of an answer.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -14,7 +16,7 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def write_kernel(
     keys, values, key_head, key_token, value_head, value_token,
     anchor, rows_offset, block_stride, row_width, slots,
@@ -35,7 +37,7 @@ def write_kernel(
         tl.store(row + KEYS + i, value.to(rows.dtype.element_ty), mask=i < VALUES)
 
 
-@triton.jit(do_not_specialize=["sequences", "window"])
+@triton.jit(do_not_specialize=["starts", "contexts", "tables", "cumulated", "blocks", "sequences", "window"])
 def attend_kernel(
     query, query_head, query_token,
     anchor, rows_offset, block_stride, row_width,
@@ -145,7 +147,7 @@ def attend_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["starts", "splits"])
 def combine_kernel(
     partial, partial_max, partial_sum, out, starts, splits,
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, MAX_SPLITS: tl.constexpr,

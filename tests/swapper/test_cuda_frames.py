@@ -143,15 +143,18 @@ def test_a_page_must_be_what_the_gpu_can_map(device: CudaDevice) -> None:
 
 
 def test_a_blank_region_can_be_touched_everywhere_and_costs_a_page(device: CudaDevice, pool: CudaFramePool) -> None:
-    before = device.free_bytes()
-    with pool.blank(100 * PAGE + 1) as region:
-        assert region.nbytes == 101 * PAGE
-        assert before - device.free_bytes() < 4 * PAGE
-        assert int(words(region).sum()) == 0
-        page_words(region, 3).fill_(7)
-        assert page_words(region, 99).eq(7).all()
-        assert pool.free == pool.frames
-    assert before - device.free_bytes() < PAGE
+    for _ in range(2):  # the first time, libraries take memory of their own
+        before = device.free_bytes()
+        with pool.blank(100 * PAGE + 1) as region:
+            assert region.nbytes == 101 * PAGE
+            taken = before - device.free_bytes()
+            assert int(words(region).sum()) == 0
+            page_words(region, 3).fill_(7)
+            assert page_words(region, 99).eq(7).all()
+            assert pool.free == pool.frames
+        left = before - device.free_bytes()
+    assert taken < 4 * PAGE
+    assert left < PAGE
 
 
 def test_unmapping_waits_for_the_guard_of_the_region_alone(pool: CudaFramePool) -> None:
@@ -163,13 +166,9 @@ def test_unmapping_waits_for_the_guard_of_the_region_alone(pool: CudaFramePool) 
     mapped(pool, other, 0)
     asked = []
     pool.guard(region, lambda: asked.append(region))
-    numbers = page_words(other, 0)
-    numbers.fill_(0)
-    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(20_000):
-            numbers.add_(1)
+        torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
     pool.unmap(region, 0)
     assert not stream.query()
     assert asked == [region]

@@ -84,7 +84,7 @@ class Scale:
     spare: int  # pages of the pool beyond a model's, for keys and values
 
 
-FULL = Scale(OPT_13B, "bfloat16", 32 << 20, "cuda", 24)
+FULL = Scale(OPT_13B, "bfloat16", 64 << 20, "cuda", 16)
 SMALL = Scale(
     {
         **OPT_13B,

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,14 @@ from bench.stream_client import StreamClient
 from bench.synthetic import OPT_13B, make_mesh_image
 from server.demo.daemon import DaemonProcess
 from swapper.geometry import pages
+from swapper.image import Shard
 from swapper.store import Store
 
 REQUESTS, DROPPED = 24, 4
 MODELS = ("first", "second")
 PROMPT = 8  # tokens
 DECODED = 64
-PATIENCE = 180.0
+PATIENCE = 90.0
 STAGES = ("swap-out", "swap-in", "execute", "respond")
 COMPUTRON = {
     "1×1": (1.238, 1.350, 0.040, 1.408),
@@ -151,7 +152,7 @@ class Experiment:
             config["memory"]["peers"] = "off"
         with DaemonProcess(self._directory, config) as daemon:
             try:
-                return asyncio.run(self._measure(daemon, sum(shard.nbytes for shard in shards), most))
+                return asyncio.run(self._measure(daemon, shards))
             except BaseException:
                 print("\n".join(list(daemon.output)[-40:]), file=sys.stderr)
                 raise
@@ -162,14 +163,15 @@ class Experiment:
         idle = [{"name": f"idle-{one}", "pool": 2 * page, "host_tier": 0} for one in range(self._setting.helpers)]
         return [group, *idle]
 
-    async def _measure(self, daemon: DaemonProcess, nbytes: int, most: int) -> Outcome:
+    async def _measure(self, daemon: DaemonProcess, shards: Sequence[Shard]) -> Outcome:
         client = StreamClient(daemon.url, PATIENCE)
+        nbytes = sum(shard.nbytes for shard in shards)
         outcome = Outcome(self._setting, nbytes, {stage: [] for stage in STAGES}, [], {})
         prompt = [self._random.randrange(3, 1000) for _ in range(PROMPT)]
         async with httpx.AsyncClient(base_url=daemon.url, timeout=PATIENCE) as admin:
             for turn, name in enumerate(MODELS):  # from storage; the host tiers fill behind it
                 await client.complete(name, prompt, 1)
-                await self._tiers_hold(admin, (turn + 1) * most)
+                await self._tiers_hold(admin, [(turn + 1) * pages(shard.nbytes, self._scale.page) for shard in shards])
             for turn in range(REQUESTS):
                 name = MODELS[turn % 2]
                 out_before = await _swap_out_seconds(admin)
@@ -188,19 +190,16 @@ class Experiment:
             outcome.decode = decoded.intervals()[DECODED // 4 :]
         return outcome
 
-    async def _tiers_hold(self, admin: httpx.AsyncClient, wanted: int) -> None:
-        """Until each rank's host tier holds so many pages, or what it has of them."""
+    async def _tiers_hold(self, admin: httpx.AsyncClient, wanted: Sequence[int]) -> None:
+        """Until each rank's host tier holds so many pages."""
         began = time.perf_counter()
-        before: list[int] = []
         while time.perf_counter() - began < PATIENCE:
             workers = (await admin.get("/admin/workers")).raise_for_status().json()["workers"]
-            tiers = [(worker["heartbeat"] or {}).get("tier") for worker in workers if worker["group"] == "serving"]
-            held = [tier["used"] for tier in tiers if tier is not None and tier["ready"] == tier["slots"]]
-            if len(held) == self._setting.ranks and min(held) > 0 and (min(held) >= wanted or held == before):
+            tiers = {its["rank"]: (its["heartbeat"] or {}).get("tier") for its in workers if its["group"] == "serving"}
+            if all(tier is not None and tier["used"] >= wanted[rank] for rank, tier in tiers.items()):
                 return
-            before = held
-            await asyncio.sleep(1.0)
-        raise TimeoutError("The host tiers did not fill.")
+            await asyncio.sleep(0.3)
+        raise TimeoutError(f"The host tiers did not fill: {tiers}.")
 
 
 async def _swap_out_seconds(admin: httpx.AsyncClient) -> float:
@@ -215,24 +214,21 @@ async def _last_load(admin: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return load
 
 
-def measure(scale: Scale, gpus: int, root: Path) -> list[Outcome]:
+def measure(scale: Scale, gpus: int, root: Path) -> Iterator[Outcome]:
     """Every setting, one after another. Those of one mesh share their images, which go when it is done."""
-    outcomes: list[Outcome] = []
     settings = settings_for(gpus)
     for mesh in dict.fromkeys((setting.tp, setting.pp) for setting in settings):
         with tempfile.TemporaryDirectory(dir=root) as directory:
             store = Store(Path(directory) / "store")
             began = time.perf_counter()
-            for seed, name in enumerate(MODELS, 1):
+            for seed, name in enumerate(MODELS):
                 make_mesh_image(store, name, scale.config, scale.dtype, *mesh, seed, scale.page)
             print(f"{mesh}: images made in {time.perf_counter() - began:.1f} s", flush=True)
             for setting in settings:
                 if (setting.tp, setting.pp) == mesh:
                     began = time.perf_counter()
-                    outcomes.append(Experiment(scale, setting, Path(directory), store).run())
+                    yield Experiment(scale, setting, Path(directory), store).run()
                     print(f"{setting.name}: measured in {time.perf_counter() - began:.1f} s", flush=True)
-                    print_table(outcomes[-1:])
-    return outcomes
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
@@ -248,7 +244,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 def limits(gpus: int) -> dict[str, list[float]]:
     """Bytes a second of plain copies from pinned memory to each GPU, all at once: by how many GPUs, one a process."""
-    return {str(many): _side_by_side(many) for many in sorted({1, 2, gpus})}
+    return {str(many): _side_by_side(many) for many in sorted({2, gpus})}
 
 
 def _side_by_side(gpus: int) -> list[float]:
@@ -354,10 +350,17 @@ def main() -> int:
         print("It takes two GPUs; --small takes none.", file=sys.stderr)
         return 2
     links = {} if options.small else limits(gpus)
-    outcomes = measure(SMALL if options.small else FULL, gpus, options.store or Path(tempfile.gettempdir()))
-    print_table(outcomes)
-    if options.small:
-        return 0
+    outcomes: list[Outcome] = []
+    status = 0
+    for outcome in measure(SMALL if options.small else FULL, gpus, options.store or Path(tempfile.gettempdir())):
+        outcomes.append(outcome)
+        print_table(outcomes)
+        if not options.small:
+            status = save(outcomes, links, gpus)  # what was measured is kept, also if the next setting fails
+    return status
+
+
+def save(outcomes: Sequence[Outcome], links: dict[str, list[float]], gpus: int) -> int:
     table = rows(outcomes)
     host = f"h200-x{gpus}"
     save_table(table, RESULTS / f"swap_isolation-{host}.csv")
@@ -367,6 +370,7 @@ def main() -> int:
     details = {
         "table": table,
         "bytes": outcomes[0].nbytes,
+        "page_bytes": FULL.page,
         "sources": {its.setting.name: its.sources for its in outcomes},
         "Computron's": COMPUTRON,
     }

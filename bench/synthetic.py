@@ -7,6 +7,7 @@ common. Its tokens are words (" t17"), so that texts and tokens tell the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -70,6 +71,10 @@ OPT_13B = {
     "pad_token_id": 1,
 }
 """The shape of OPT-13B: 25.7 GB in bfloat16."""
+
+BLOCK_STEP, BLOCK_STEPS = 4096, 8192
+MOST_IMAGES = 4
+"""Images that have no page in common, if each has at most `BLOCK_STEPS / MOST_IMAGES` of them."""
 
 
 class ResidentShard:
@@ -138,7 +143,9 @@ def make_image(
     with store.adding(name) as directory:
         layout, manifest = describe(config, dtype, name, directory)
         _write_tokenizer(directory, int(str(config["vocab_size"])))
-        shard = write_shard(directory, 0, layout, dtype, seed_of, page_bytes)
+        shard = write_shard(
+            directory, 0, layout, dtype, lambda page, n: _random_bytes(seed_of(page), n, DTYPES[dtype]), page_bytes
+        )
         (directory / MANIFEST).write_text(replace(manifest, shards=(shard,)).to_json())
     return store.open(name)
 
@@ -146,7 +153,18 @@ def make_image(
 def make_mesh_image(
     store: Store, name: str, config: dict[str, object], dtype: str, tp: int, pp: int, seed: int, page_bytes: int
 ) -> Image:
-    """Publish a model of random weights, cut for a mesh. What ranks have in common is not the same: nor are answers."""
+    """Publish a model of random weights, cut for a mesh. What ranks should have in common differs: so do answers.
+
+    Pages are pieces of one block of random numbers, no two the same: large models are made at the speed of memory.
+    """
+    assert page_bytes % BLOCK_STEP == 0
+    block = _random_bytes(0, page_bytes + BLOCK_STEPS * BLOCK_STEP, DTYPES[dtype])
+    taken = itertools.count(seed * BLOCK_STEPS // MOST_IMAGES)
+
+    def piece(page: int, nbytes: int) -> memoryview:
+        start = next(taken) % BLOCK_STEPS * BLOCK_STEP
+        return block[start : start + nbytes]
+
     with store.adding(name) as directory:
         (directory / "config.json").write_text(json.dumps(config))
         _write_tokenizer(directory, int(str(config["vocab_size"])))
@@ -155,10 +173,7 @@ def make_mesh_image(
         shards = []
         for rank, tensors in enumerate(plan.ranks):
             layout = lay_out((its.name, SAFETENSORS_WORDS[its.dtype], its.shape, its.layer) for its in tensors)
-            first = (seed * len(plan.ranks) + rank) * 1_000_000
-            shards.append(
-                write_shard(directory, rank, layout, dtype, lambda page, first=first: first + page, page_bytes)
-            )
+            shards.append(write_shard(directory, rank, layout, dtype, piece, page_bytes))
         manifest = Manifest(
             version=FORMAT_VERSION,
             model=name,
@@ -193,9 +208,9 @@ def _hollow_checkpoint(directory: Path, config: dict[str, object], dtype: str) -
 
 
 def write_shard(
-    directory: Path, rank: int, layout: Layout, dtype: str, seed_of: Callable[[int], int], page_bytes: int
+    directory: Path, rank: int, layout: Layout, dtype: str, data: Callable[[int, int], memoryview], page_bytes: int
 ) -> Shard:
-    """Write a rank's file of random weights; page `i` is made of `seed_of(i)`."""
+    """Write a rank's file; `data(i, nbytes)` is page `i`."""
     header = encode_header(layout.file_tensors)
     path = directory / f"rank-{rank}.safetensors"
     path.write_bytes(header)
@@ -205,7 +220,7 @@ def write_shard(
 
     def write(start: int) -> None:
         nbytes = min(page_bytes, layout.nbytes - start)
-        os.pwrite(fd, _random_bytes(seed_of(start // page_bytes), nbytes, DTYPES[dtype]), len(header) + start)
+        os.pwrite(fd, data(start // page_bytes, nbytes), len(header) + start)
 
     def digest(start: int) -> str:
         nbytes = min(GRANULE_BYTES, layout.nbytes - start)

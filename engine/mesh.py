@@ -261,7 +261,7 @@ class Mesh:
             options = AllreduceOptions()
             options.asyncOp = False
             with self._moving("all_reduce", tensor):
-                self._stage.allreduce([tensor], options).wait()
+                _wait(self._stage.allreduce([tensor], options))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -272,19 +272,19 @@ class Mesh:
         options = AllgatherOptions()
         options.asyncOp = False
         with self._moving("all_gather", gathered):
-            self._stage._allgather_base(gathered, tensor.flatten(), options).wait()
+            _wait(self._stage._allgather_base(gathered, tensor.flatten(), options))
         return gathered.view(self.rank.tp, *tensor.shape)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         assert self._world is not None
         with self._moving("send", tensor):
-            self._world.send([tensor.contiguous()], rank, 0).wait()
+            _wait(self._world.send([tensor.contiguous()], rank, 0))
 
     def receive(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Fill a tensor with what a rank sends."""
         assert self._world is not None
         with self._moving("receive", tensor):
-            self._world.recv([tensor], rank, 0).wait()
+            _wait(self._world.recv([tensor], rank, 0))
         return tensor
 
     @contextmanager
@@ -295,6 +295,12 @@ class Mesh:
         yield
         if self.recorder.on:
             self.recorder.add(kind, "", began, time.perf_counter() - began, nbytes=tensor.nbytes)
+
+
+def _wait(work: Any) -> None:
+    """Gloo's work is done here; NCCL's goes to the current stream, and has nothing to wait for if it was put there."""
+    if work is not None:
+        work.wait()
 
 
 def _join(rank: MeshRank, rendezvous: str, device: torch.device, timeout: float) -> Mesh:

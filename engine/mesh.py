@@ -340,7 +340,8 @@ def _group(
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # builds for CPUs do not have it
 
-        nccl = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        nccl = ProcessGroupNCCL.Options()
+        nccl.is_high_priority_stream = True
         nccl._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
         return ProcessGroupNCCL(own, rank, size, nccl)
     gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from engine.mesh import Mesh, MeshRank
+from engine.mesh import Mesh, MeshRank, Moved, Traffic
 from swapper.errors import WorkerError
 
 TIMEOUT = 20.0
@@ -72,6 +72,19 @@ def test_collectives_are_of_one_stage_and_counted() -> None:
         assert [None if part is None else float(part[0, 0]) for part in received] == [None, None, 0, 1]
         counted = {kind: (moved.calls, moved.nbytes) for kind, moved in meshes[0].traffic.kinds.items()}
         assert counted == {"all_reduce": (1, 24), "all_gather": (1, 48), "send": (1, 24)}
+
+
+def test_what_was_moved_since_is_the_difference() -> None:
+    traffic = Traffic()
+    traffic.count("send", 8)
+    before = traffic.copy()
+    traffic.count("send", 16)
+    traffic.count("receive", 4)
+    since = traffic.since(before)
+    assert since.kinds == {"send": Moved(1, 16), "receive": Moved(1, 4)}
+    traffic.add(since)  # a replay of the same pass
+    assert traffic.kinds == {"send": Moved(3, 40), "receive": Moved(2, 8)}
+    assert before.kinds == {"send": Moved(1, 8)}
 
 
 def test_messages_keep_their_order_and_reach_every_follower() -> None:

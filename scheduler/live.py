@@ -387,7 +387,10 @@ class LiveScheduler:
     def _page_out_reason(self, model: str) -> str:
         if model in self._removing:
             return "removed"
-        return "evicted" if self._jobs.is_evicting(model) else "memory"
+        if self._jobs.is_evicting(model):
+            return "evicted"
+        ttl = self._models[model].ttl
+        return "idle" if ttl is not None and self._records.idle(model) >= ttl else "memory"
 
     def _owner_ended(self, owner: asyncio.Task[None]) -> None:
         """The core's owner ends only when it is stopped, or by a defect."""

@@ -118,9 +118,8 @@ class Records:
         epoch, reason = self._page_out_ended(where)
         if epoch != report.epoch:
             return
-        age = self._clock() - self._used.get(report.model, self._clock())
         pages = max(0, resident - report.keep)
-        self._observer.paged_out(report.model, pages, report.frames, report.seconds, reason, age)
+        self._observer.paged_out(report.model, pages, report.frames, report.seconds, reason, self.idle(report.model))
 
     def page_out_failed(self, group: str, report: PageOutFailed) -> None:
         self._page_out_ended((group, report.model))
@@ -144,6 +143,10 @@ class Records:
     def finished(self, model: str) -> None:
         """A request of this model has ended."""
         self._used[model] = self._clock()
+
+    def idle(self, model: str) -> float:
+        """Seconds since it was used last; 0 before it ever was."""
+        return self._clock() - self._used.get(model, self._clock())
 
     def forget(self, model: str) -> None:
         self.last_load.pop(model, None)

@@ -12,6 +12,7 @@ that is too slow is dropped; it comes back when it can. The state is looked at o
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -29,6 +30,8 @@ MAX_CLIENTS = 64
 MAX_BEHIND = 128  # events that wait for one client
 LOOK_INTERVAL = 0.25  # seconds
 COMMENT_INTERVAL = 15.0  # seconds of silence after which a comment keeps proxies from closing a stream
+
+logger = logging.getLogger(__name__)
 
 State = Mapping[str, Mapping[str, Any]]
 
@@ -80,6 +83,7 @@ class Events:
         if self._looking is None:
             self._state = look()
             self._looking = asyncio.create_task(self._watch(look), name="events")
+            self._looking.add_done_callback(self._ended)
         self._clients.add(client)
         try:
             missed = b"".join(event for number, event in self._happened if number > self._number(last_id))
@@ -93,8 +97,7 @@ class Events:
 
     async def close(self) -> None:
         """End every stream."""
-        for client in self._clients:
-            client.dropped.set()
+        self._drop_all()
         if self._looking is not None:
             looking, self._looking = self._looking, None
             looking.cancel()
@@ -107,6 +110,17 @@ class Events:
             before, self._state = self._state, look()
             if patch := _patch(before, self._state):
                 self._send(_event("change", patch))
+
+    def _ended(self, looking: asyncio.Task[None]) -> None:
+        """It ends when nobody watches, or by a defect, of which whoever watches must not hear mere silence."""
+        if not looking.cancelled():
+            logger.error("The state could not be looked at", exc_info=looking.exception())
+            self._looking = None
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        for client in self._clients:
+            client.dropped.set()
 
     def _number(self, last_id: str) -> int:
         run, _, number = last_id.partition("-")

@@ -81,7 +81,7 @@ SWAP_IN_BYTES = counter(
     "Bytes paged in, by source; `alias` moves none: another model has the same page in memory",
     source=("alias", "peer", "host", "fan_in", "page_cache", "disk", "posix", "gds"),
 )
-SWAP_OUTS = counter("swap_outs", "Page-outs, by reason", reason=("memory", "evicted", "removed"))
+SWAP_OUTS = counter("swap_outs", "Page-outs, by reason", reason=("memory", "idle", "evicted", "removed"))
 SWAP_OUT_PAGES = counter("swap_out_pages", "Pages paged out", model=())
 SWAP_OUT = histogram("swap_out", "Page-outs", SWAP, model=())
 SWAP_OUT_IDLE = histogram(

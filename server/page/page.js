@@ -34,7 +34,7 @@ function bytes(count) {
 }
 const seconds = (value) => (value < 1 ? `${Math.round(1000 * value)} ms` : value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`);
 const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hour12: false });
-const reasons = { memory: "to make room", evicted: "as asked", removed: "removed from the store" };
+const reasons = { memory: "to make room", idle: "at the end of its time", evicted: "as asked", removed: "removed from the store" };
 
 function shares(sources) {
   const all = Object.values(sources).reduce((sum, part) => sum + part, 0);

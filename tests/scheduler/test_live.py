@@ -94,6 +94,15 @@ async def test_a_removed_model_is_forgotten_by_all_once_its_pages_are_out() -> N
 
 
 @virtual_time
+async def test_a_model_whose_time_to_live_is_over_goes_for_no_other_reason() -> None:
+    async with house(replace(A, ttl=10.0)) as here:
+        await here.answered("a")
+        await pass_time(11)
+        await here.work()
+        assert [(model, reason) for model, _, _, reason, _ in here.diary.page_outs] == [("a", "idle")]
+
+
+@virtual_time
 async def test_a_model_may_be_added_again_after_its_removal() -> None:
     async with house(A) as here:
         await here.answered("a")

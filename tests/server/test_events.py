@@ -159,6 +159,18 @@ def test_what_is_remembered_and_who_watches_is_bounded(run: Run) -> None:
     run(test)
 
 
+def test_a_look_that_fails_ends_the_streams(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(world: World) -> None:
+        stream = world.watch()
+        await hear(stream)
+        world.state = {"models": None}  # type: ignore[dict-item]
+        with pytest.raises(StopAsyncIteration):
+            await hear(stream)
+        assert "could not be looked at" in caplog.text
+
+    run(test)
+
+
 def test_silence_is_broken_by_comments(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMMENT_INTERVAL", 0.01)
 

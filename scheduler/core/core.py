@@ -115,7 +115,7 @@ class SchedulerCore:
 
     def groups(self) -> tuple[GroupView, ...]:
         return tuple(
-            GroupView(group.name, group.ranks, group.up, group.ledger.capacity, min(group.ledger.free()))
+            GroupView(group.name, group.ranks, group.up, group.ledger.capacity, group.ledger.least_free)
             for group in self._state.groups.values()
         )
 

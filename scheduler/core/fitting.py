@@ -92,7 +92,7 @@ def choose_home(state: State, model: Model) -> Group | None:
 
     def preference(group: Group) -> tuple[bool, int, int]:
         placement = group.placements.get(model.spec.name)
-        return group.up, placement.resident if placement else 0, min(group.ledger.free())
+        return group.up, placement.resident if placement else 0, group.ledger.least_free
 
     groups = [group for group in matching_groups(state, model) if can_hold(group, model, MINIMAL_KV)]
     return max(groups, key=preference, default=None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.core.events import Mesh
 from scheduler.core.ledger import Ledger
-from scheduler.core.placement import Placement
+from scheduler.core.placement import EXTENTS_AHEAD, Placement
 
 if TYPE_CHECKING:
     from scheduler.core.model import Model
@@ -52,6 +52,11 @@ class Group:
     def mesh(self) -> Mesh:
         return self.ranks, self.pp
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the link has as much to read as it may be asked for."""
+        return self.outstanding >= EXTENTS_AHEAD
+
 
 class Sizes(NamedTuple):
     """What the groups of a shape can hold: frames of a rank."""
@@ -72,7 +77,7 @@ class Shape:
 
     def rank(self, group: Group) -> None:
         """What the group has to do, or its free memory, may have changed."""
-        place = len(group.wanted) + group.outstanding, -min(group.ledger.free())
+        place = len(group.wanted), -group.ledger.least_free
         if place != group.listed:
             group.listed = place
             heappush(self._heap, (place, group.name))

@@ -20,9 +20,8 @@ from scheduler.core.fitting import can_hold
 from scheduler.core.group import Group, Vain
 from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
 from scheduler.core.model import Model
-from scheduler.core.placement import EXTENTS_AHEAD, Activity, Placement
+from scheduler.core.placement import Activity, Placement
 from scheduler.core.requests import Request
-from scheduler.core.sites import CANDIDATES
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 from scheduler.policy.base import Policy
@@ -68,13 +67,14 @@ class GroupPlan:
             self._offer()
         if group.outstanding == 0 and state.now >= group.prefetch_at and not self._link_is_taken:
             self._prefetch()
-        shape = state.shapes[group.mesh]
-        if len(shape.groups) > CANDIDATES:
-            shape.rank(group)
+        state.shapes[group.mesh].rank(group)
 
     def _consider_all(self) -> None:
         wants = [want for name in list(self._group.wanted) if (want := self._want(name)) is not None]
-        for want in self._policy.order(wants, self._state.now):
+        now = self._state.now
+        for want in self._policy.order(wants, now):
+            if not want.is_in and (self._link_is_taken or (self._group.is_reading and now < want.due)):
+                continue  # its turn comes when an extent is in
             if not self._consider(want) and self._policy.tick:
                 self._group.asleep_until = self._state.now + self._policy.tick
                 self._state.wake_group(self._group, self._group.asleep_until)
@@ -193,8 +193,6 @@ class GroupPlan:
     def _bring_in(self, want: Want, model: Model, placement: Placement | None) -> bool:
         group, state = self._group, self._state
         is_due = state.now >= want.due
-        if (group.outstanding >= EXTENTS_AHEAD and not is_due) or self._link_is_taken:
-            return True  # its turn comes when an extent is in
         reserved = placement.reserved if placement is not None else 0
         last = min(model.pages, reserved + state.config.extent_pages)
         for_good = self._policy.keeps_to_it or is_due or last == model.pages or want.load <= want.run
@@ -468,7 +466,7 @@ class GroupPlan:
         for placement in self._group.busy.values():
             kv = placement.kv
             if kv.wanted > kv.granted:
-                most = kv.reserved + min(self._group.ledger.free())
+                most = kv.reserved + self._group.ledger.least_free
                 if self._claims is not None:
                     most = min(most, kv.granted + min(self._unclaimed()))
                 if most > kv.granted:

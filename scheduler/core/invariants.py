@@ -6,7 +6,7 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.fitting import MINIMAL_KV, can_hold
 from scheduler.core.group import Group
 from scheduler.core.ledger import Ledger
-from scheduler.core.placement import EXTENTS_AHEAD, Activity, Placement
+from scheduler.core.placement import EXTENTS_AHEAD, Placement
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 
@@ -55,7 +55,7 @@ def _check_pages(placement: Placement) -> None:
 
 def _check_work(state: State, placement: Placement) -> None:
     name = f"{placement.model} on {placement.group}"
-    if placement.activity in (Activity.SUSPENDING, Activity.SUSPENDED):
+    if placement.gives_way:
         assert placement.running, f"{name} is suspended, and nothing runs there"
         assert placement.kv.granted == 0, f"{name} is suspended and keeps KV"
     elif placement.running:

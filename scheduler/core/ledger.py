@@ -34,6 +34,11 @@ class Ledger:
         """Frames that nobody holds, for each rank."""
         return [self.capacity - len(held) - self._kv_total for held in self._holders]
 
+    @property
+    def least_free(self) -> int:
+        """Frames free on the fullest rank."""
+        return self.capacity - self._kv_total - max(map(len, self._holders))
+
     def missing(self, shards: Shards) -> list[int]:
         """For each rank, how many frames it takes to hold all of `shards`, beyond those that are held already."""
         return [

@@ -50,11 +50,10 @@ def load_seconds(state: State, group: Group, model: Model) -> float:
 
 def remaining_seconds(state: State, group: Group, model: Model) -> float:
     """Until all of it is in, if the link were its own from now on."""
-    missing = len(model.identities[0].difference(group.ledger.holders[0]))
     placement = group.placements.get(model.spec.name)
-    if placement is not None:
-        missing += placement.reserved - placement.resident
-    return missing * page_seconds(state, group, model) if missing else 0.0
+    coming = placement.reserved - placement.resident if placement is not None else 0
+    missing = coming + len(model.identities[0].difference(group.ledger.holders[0]))
+    return missing * page_seconds(state, group, model)
 
 
 def run_seconds(state: State, model: Model) -> float:

@@ -100,6 +100,11 @@ class Placement:
         return self.activity is Activity.SUSPENDED
 
     @property
+    def gives_way(self) -> bool:
+        """Whether its requests are suspended, or about to be."""
+        return self.activity in (Activity.SUSPENDING, Activity.SUSPENDED)
+
+    @property
     def is_stuck(self) -> bool:
         return self.out_failures >= PAGE_OUT_TRIES
 

@@ -84,7 +84,7 @@ def _preference(state: State, model: Model, group: Group, kv: int) -> tuple[floa
     placement = group.placements.get(model.spec.name)
     held = placement.resident if placement is not None else 0
     seconds = completion(state, model, group, kv)
-    return round(seconds, 3), group.name not in model.targets, -held, -min(group.ledger.free())
+    return round(seconds, 3), group.name not in model.targets, -held, -group.ledger.least_free
 
 
 def completion(state: State, model: Model, group: Group, kv: int) -> float:
@@ -96,7 +96,7 @@ def completion(state: State, model: Model, group: Group, kv: int) -> float:
         if other is not model and (placement is None or not placement.is_committed):
             ahead += remaining_seconds(state, group, other)
     missing = max(group.ledger.missing(model.spec.shards)) + kv
-    short = missing - min(group.ledger.free())
+    short = missing - group.ledger.least_free
     if short > 0:
         ahead += _room_seconds(state, group, model, short)
     return ahead + remaining_seconds(state, group, model) + run_seconds(state, model)

@@ -123,8 +123,8 @@ class SimulatedGroup:
                 slot = self.slot(model)
                 if command.request in slot.sequences:
                     slot.sequences[command.request] = False
-                    if not slot.mapped:
-                        self.finish(model, command.request)  # it came after the model had failed; nothing runs
+                    if not slot.mapped or slot.is_suspended:
+                        self.finish(model, command.request)  # it came after the model had failed, or nothing runs
         self.check_frames()
 
     def _page_in(self, command: act.PageIn) -> None:

@@ -38,6 +38,11 @@ class Client:
         answer = self._http.get("/admin/models").raise_for_status().json()
         return {model["name"]: model for model in answer["models"]}
 
+    def workers(self) -> list[dict[str, Any]]:
+        """One for each rank of each group."""
+        workers: list[dict[str, Any]] = self._http.get("/admin/workers").raise_for_status().json()["workers"]
+        return workers
+
     def complete(self, model: str, prompt: str = "The sky is", max_tokens: int = 8, **more: Any) -> httpx.Response:
         """A greedy text completion; the raw response."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
@@ -54,9 +59,11 @@ class Client:
         return self._threads.submit(self.complete, model, **more)
 
     @contextmanager
-    def stream(self, model: str, max_tokens: int, prompt: str = "Once upon a time") -> Iterator[Iterator[str]]:
+    def stream(
+        self, model: str, max_tokens: int, prompt: str = "Once upon a time", **more: Any
+    ) -> Iterator[Iterator[str]]:
         """A streaming completion: yields its pieces; leaving the block closes the connection."""
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **more}
         with self._http.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
             yield _pieces(response)

@@ -38,8 +38,7 @@ def head() -> Iterator[Node]:
 
 
 def groups(client: Client) -> dict[str, dict[str, Any]]:
-    workers = client.get("/admin/workers").raise_for_status().json()["workers"]
-    return {worker["group"]: worker for worker in workers}
+    return {worker["group"]: worker for worker in client.workers()}
 
 
 def test_a_node_joins_late_dies_and_returns(store: Path, head: Node, tmp_path: Path) -> None:

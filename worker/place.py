@@ -25,8 +25,11 @@ from worker.client import WorkerClient
 from worker.cluster import NODE_ADDRESS, Cluster
 from worker.protocol import WorkerSpec
 
-PLACE_TIMEOUT = 30
-"""Seconds (whole ones, as Ray has it) to wait for what there is enough of, but others have now."""
+PLACE_TIMEOUT = 30.0
+"""Seconds to wait for what there is enough of, but others have now."""
+
+WAIT_STEP = 1
+"""Second: Ray counts in whole ones. Whoever stops waiting leaves Ray's call behind for so long."""
 
 GIVE_BACK_TIMEOUT = 2.0  # seconds; a Ray that takes longer is dying
 
@@ -56,13 +59,17 @@ class Place:
         placement: PlacementGroup = await cluster.call(placement_group, bundles, "PACK")
         place = Place(cluster, bundles, device, placement)
         try:
-            if await cluster.call(placement.wait, PLACE_TIMEOUT):
-                return place
+            async with asyncio.timeout(PLACE_TIMEOUT):
+                while not await cluster.call(placement.wait, WAIT_STEP):
+                    pass
+        except TimeoutError:
+            await place.give_back()
+            message = f"{_wish(specs, bundles)}, which did not get free within {PLACE_TIMEOUT:g} s"
+            raise NoPlace(message) from None
         except BaseException:
             await place.give_back()
             raise
-        await place.give_back()
-        raise NoPlace(f"{_wish(specs, bundles)}, which did not get free within {PLACE_TIMEOUT} s")
+        return place
 
     def worker(self, spec: WorkerSpec) -> WorkerClient:
         """A worker for one of the ranks; not started yet."""

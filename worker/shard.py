@@ -14,6 +14,7 @@ and the group replaces the worker.
 from __future__ import annotations
 
 import logging
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -205,7 +206,8 @@ class Shard:
         try:
             self._open(slot)
         except CorruptImage as error:
-            self._page_in_failed(slot, [command], str(error))
+            elsewhere = f" (on node {platform.node()}, whose store must be as the daemon's)" if self.spec.images else ""
+            self._page_in_failed(slot, [command], f"{error}{elsewhere}")
             return
         assert slot.paged is not None
         if command.first == 0:

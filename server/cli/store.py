@@ -50,6 +50,12 @@ def stored_models(context: typer.Context, incomplete: str) -> list[str]:
         return []
 
 
+def _is_served(tp: int, pp: int) -> bool:
+    from server.config import load_config
+
+    return any((group.tp, group.pp) == (tp, pp) for group in load_config().cluster.groups)
+
+
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on the terminal (nothing where there is none), fed with bytes done and bytes in all."""
@@ -93,6 +99,10 @@ def add(
     size = sum(shard.nbytes for shard in manifest.shards)
     mesh = "" if len(manifest.shards) == 1 else f" for a mesh of {tp} × {pp}"
     print(f"added {name}: {manifest.architecture}, {manifest.dtype}, {human_bytes(size)}{mesh}")
+    if store is None and not _is_served(tp, pp):
+        print(
+            f"No group of this configuration has tp {tp}, pp {pp}: {name} is not served until cluster.groups has one."
+        )
 
 
 def rm(name: Name, store: StorePath = None) -> None:

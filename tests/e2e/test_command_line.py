@@ -16,6 +16,7 @@ from server.cli.remote import models_table
 from server.cli.store import add
 from server.demo.daemon import DaemonProcess
 from swapper.errors import StoreError
+from swapper.image import Image
 
 PROMPT = "The three primary colours are"
 
@@ -114,6 +115,23 @@ def test_a_wrong_name_is_told_before_anything_is_imported(
     monkeypatch.setitem(sys.modules, "worker.add", None)  # importing it fails
     with pytest.raises(StoreError, match=told):
         add(tmp_path, name, store=tmp_path)
+
+
+@pytest.mark.parametrize(("groups", "is_told"), [("[{tp: 2}]", False), ("[{tp: 4}, {pp: 2, name: b}]", True)])
+def test_add_tells_when_no_group_has_the_shape(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    images: dict[str, Image],
+    groups: str,
+    is_told: bool,
+) -> None:
+    """Scenario 21."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gswapd.yaml").write_text(f"store: {tmp_path}\ncluster: {{groups: {groups}}}\n")
+    monkeypatch.setattr("worker.add.add_model", lambda *args, **kwargs: images["smollm2"])
+    add(tmp_path, "wide", tp=2)
+    assert ("No group of this configuration has tp 2, pp 1: wide is not served" in capsys.readouterr().out) == is_told
 
 
 def test_the_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -400,6 +401,15 @@ def test_a_defect_ends_the_shard_and_is_told_by_every_poll(house: House) -> None
     with pytest.raises(WorkerError, match="it broke"):
         house.poll(timeout=0)
     house.post(Serve(request("s")))  # harmless
+
+
+def test_an_image_that_another_node_lacks_is_told_as_that(house: House) -> None:
+    house.shard.spec = replace(house.shard.spec, images={"b": "of the daemon's store"})
+    shutil.rmtree(house.add())
+    house.post(PageIn("a", 0, 3, epoch=1))
+    [report] = house.hear()
+    assert isinstance(report, PageInFailed)
+    assert "whose store must be as the daemon's" in report.message
 
 
 # ---- one rank of several

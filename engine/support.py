@@ -123,9 +123,10 @@ def _cut(config: PreTrainedConfig, module: PreTrainedModel, tp: int, pp: int) ->
     for candidate in _narrower(cut, tp):
         try:
             small = build(candidate, torch.float32)
+            if _nbytes(small) > _LARGEST_BYTES * max(1, tp // 4):  # many ranks need many heads
+                continue
             cut_module(small, OnMeta(MeshRank(tp)))
-            if _nbytes(small) * tp <= _LARGEST_BYTES:
-                return candidate
+            return candidate
         except UnsupportedModel as refused:  # widths that do not go together
             error = refused
     raise UnsupportedModel(f"No {config.model_type} model could be made that is small enough to be checked.") from error

@@ -17,6 +17,7 @@ from swapper.checkpoint import Checkpoint
 from swapper.errors import UnsupportedModel
 from swapper.image import Image
 from swapper.packer import pack
+from tests.engine.test_support import configuration
 from tests.models import SUPPORTED, make_checkpoint, random_model
 
 CUT = tuple(name for name in SUPPORTED if name not in ("gpt_oss", "stablelm"))  # those have no published plan
@@ -58,6 +59,12 @@ def test_stages_need_no_published_plan(tmp_path: Path, architecture: str) -> Non
 
 def test_a_real_model_of_nine_heads_is_cut_in_three(smollm2: Path) -> None:
     check_supported(Checkpoint(smollm2), tp=3, pp=2)
+
+
+def test_a_model_far_larger_than_memory_is_checked_small_for_a_wide_mesh(tmp_path: Path) -> None:
+    """It must keep a head for each rank."""
+    sizes = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80}
+    check_supported(configuration(tmp_path, "llama", **sizes), tp=16)
 
 
 def test_a_wrong_cut_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,9 @@ class EncoderModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    def settle(self) -> None:
+        """Nothing but passes needs its pages."""
+
     def close(self) -> None:
         """Passes leave nothing."""
 

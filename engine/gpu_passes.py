@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 RECORD_TIMEOUT = 30.0
 """Seconds that a pass with other ranks waits for the recording of its graph."""
 
+RECORDING_TIMEOUT = 1.0
+"""Seconds that a model's pages stay for a recording, which takes about a tenth of that."""
+
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Pass"], torch.Tensor]
 """Runs a module on token ids, positions and sampled rows; logits of the sampled rows out."""
 
@@ -148,6 +151,11 @@ class GpuPasses:
     def rehearse(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
         """Run a pass on the current stream, beside all others: for a model that serves nobody, on memory of its own."""
         return self._eager(self._staging.copy(batch), cache, _open)
+
+    def settle(self) -> None:
+        """Let a recording of the model's end, for which its pages must be in: or a model that leaves as soon as it has
+        answered would never have a graph."""
+        self._graphs.wait_recorded(RECORDING_TIMEOUT, self._owner)
 
     def close(self) -> None:
         """Drop the model's graphs."""

@@ -116,10 +116,12 @@ class GraphCache:
             self._asked.add(key)
         self._recorder.submit(self._record, key, name, run)
 
-    def wait_recorded(self, timeout: float) -> bool:
-        """Wait until all that was asked for is recorded, or refused."""
+    def wait_recorded(self, timeout: float, owner: object | None = None) -> bool:
+        """Wait until all that was asked for, or what a model asked for, is recorded or refused."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._asked, timeout)
+            return self._changed.wait_for(
+                lambda: not any(owner is None or key.owner is owner for key in self._asked), timeout
+            )
 
     def forget(self, owner: object) -> None:
         """Drop a model's graphs: no pass of it is under way, and its addresses are given away."""

@@ -70,6 +70,9 @@ class ModelRunnerProtocol(Protocol):
     def kv_cache(self, region: Region) -> KvCache:
         """See a reserved region as this model's KV blocks. Touches no memory."""
 
+    def settle(self) -> None:
+        """Return once nothing but passes needs the model's pages, within a second or so."""
+
     def close(self) -> None:
         """Give back what passes have left on the device. No pass is under way, and none will come."""
 
@@ -174,6 +177,10 @@ class BoundModel:
         assert self._gpu is not None
         with torch.inference_mode():
             return self._gpu.rehearse(batch, kv).to(torch.float32, copy=True)
+
+    def settle(self) -> None:
+        if self._gpu is not None:
+            self._gpu.settle()
 
     def close(self) -> None:
         if self._gpu is not None:

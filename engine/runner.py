@@ -221,10 +221,11 @@ class ModelRunner:
             self._led.flush(wait=True)
 
     def fence(self, timeout: float) -> None:
-        """Return once no pass is under way. Raises TimeoutError."""
+        """Return once no pass is under way, and nothing else needs the pages. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._in_pass, timeout):
                 raise TimeoutError(f"Model {self._model.name} is still in a forward pass after {timeout:g} s.")
+        self._model.settle()
 
     def settle(self) -> None:
         """Return once nothing that was launched so far touches the model's memory."""

@@ -79,6 +79,9 @@ class FakeModel:
     def kv_cache(self, region: Region) -> FakeKv:
         return FakeKv(region)
 
+    def settle(self) -> None:
+        """Nothing but passes needs its pages."""
+
     def close(self) -> None:
         """It leaves nothing anywhere."""
 

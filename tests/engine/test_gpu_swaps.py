@@ -132,6 +132,19 @@ def test_graphs_replay_right_after_the_model_was_out_and_came_back_into_other_fr
     assert others != expected
 
 
+def test_a_model_that_leaves_as_soon_as_it_has_answered_has_a_graph_the_next_time(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.come("a")
+    house.answers("a")
+    house.go("a")
+    replays = Replays(monkeypatch)
+    house.come("a")
+    house.answers("a")
+    assert replays.count >= len(PROMPTS) * (LENGTH - 1)
+    house.go("a")
+
+
 def test_a_rehearsal_leaves_the_memory_as_it_was_and_compiles_what_passes_need(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

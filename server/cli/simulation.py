@@ -88,9 +88,9 @@ def simulate(
     outcome = Simulator(core, places, simulated, timeout=settings.timeouts.request).run(requests)
     what = str(workload) if workload is not None else f"{rate:g} requests/s, CV {cv:g}, skew {skew:g}, seed {seed}"
     setting = [
-        f"{len(requests):,} requests ({what}) for {len(simulated)} models of {_sizes(simulated)} pages of "
-        f"{settings.memory.page >> 20} MiB, on {_counted(len(places), 'group')} of {places[0].frames:,} frames, "
-        f"{bandwidth}/s.",
+        f"{_counted(len(requests), 'request')} ({what}) for {_counted(len(simulated), 'model')} of {_sizes(simulated)} "
+        f"pages of {settings.memory.page >> 20} MiB, on {_counted(len(places), 'group')} "
+        f"of {places[0].frames:,} frames, {bandwidth}/s.",
     ]
     _show({"": outcome}, setting, report, as_json)
 
@@ -177,7 +177,7 @@ def _size(text: str) -> int:
 
 
 def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _sizes(models: Sequence[SimulatedModel]) -> str:
@@ -190,7 +190,10 @@ def _show(outcomes: dict[str, Outcome], setting: Sequence[str], report: Path | N
 
     *_, last = outcomes.values()
     if report is not None:
-        report.write_text(page(last, "gswapd, simulated", setting))
+        try:
+            report.write_text(page(last, "gswapd, simulated", setting))
+        except OSError as error:
+            raise NotSimulated(f"The report {report} cannot be written: {error.strerror}.") from error
     if as_json:
         whole = {name: outcome.summary() for name, outcome in outcomes.items()}
         print(json.dumps(whole if len(whole) > 1 else last.summary(), indent=1))
@@ -216,6 +219,9 @@ def _show(outcomes: dict[str, Outcome], setting: Sequence[str], report: Path | N
     for name, model in last.models.items() if len(outcomes) == 1 else ():
         row(name, model.summary())
     Console(width=None if Console().is_terminal else 160).print(table)
+    for name, outcome in outcomes.items():
+        for reason, count in outcome.reasons.items():
+            print(f"{name + ': ' if name else ''}{_counted(count, 'request')} failed: {reason}")
     if report is not None:
         print(f"The report is in {report}.")
 

@@ -90,6 +90,7 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         ((), "There are no models in"),
+        ((*MADE_UP, "--report", "none/report.html"), r"report\.html cannot be written"),
         ((*MADE_UP, "--workload", "none.csv"), r"none\.csv"),
         ((*MADE_UP, "--policy", "best"), "no policy 'best'; there are gswapd, lru, computron"),
         ((*MADE_UP, "--bandwidth", "fast"), "'fast' is not a size"),
@@ -98,6 +99,10 @@ def test_a_trace_is_simulated(tmp_path: Path) -> None:
 def test_what_cannot_be_simulated_is_told(options: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(GswapdError, match=complaint):
         gswapd("simulate", *options)
+
+
+def test_a_model_that_fits_nowhere_fails_with_the_reason() -> None:
+    assert "requests failed: no_memory" in gswapd("simulate", *MADE_UP[:5], "1GiB", "--seconds", "10", "--size", "3GiB")
 
 
 def test_a_trace_of_other_models_is_refused(tmp_path: Path) -> None:

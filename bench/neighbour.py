@@ -1,9 +1,9 @@
 """One worker's memory on one device, without an engine, in a process of its own: for `bench.neighbours`.
 
-    python -m bench.neighbour NAME DIRECTORY DEVICE TIER
+    python -m bench.neighbour NAME DIRECTORY DEVICE MODEL
 
-Obeys words on standard input, and answers each line with one line of JSON. `DIRECTORY` has the model (see
-`bench/neighbours.py`); with `TIER` 1 this worker has a host tier that holds it.
+Obeys words on standard input, and answers each line with one line of JSON. `DIRECTORY` has the models (see
+`bench/neighbours.py`), and there is a host tier with room for `MODEL`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,38 +25,35 @@ from swapper.frames import FramePool
 from swapper.granules import identity_of
 from swapper.host_frames import HostFramePool
 from swapper.host_tier import HostTier
-from swapper.image import Shard
 from swapper.pager import PageInResult, Pager
 from swapper.peer_frames import HostWindow, OpenWindow
 from swapper.peer_protocol import POOL
-from swapper.peers import RING_FRAMES, Peers
+from swapper.peers import PEERS_DEPTH, PEERS_RUN, RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
 from swapper.tier_arena import Arena
-from worker.assembly import PEERS_DEPTH, PEERS_RUN, kvikio_threads
 
 PATIENCE = 120.0
-MODEL = "model.safetensors"
-SHARD = "shard.pickle"
+SHARDS = "shards.pickle"
+CHECKING_THREADS = 8
+READ_THREADS = 12
 SPARE_FRAMES = 64
 LIMIT_PIECES = 256  # pages of one measurement of a limit
 
 
 class Worker:
-    def __init__(self, name: str, directory: Path, device: str, has_tier: bool) -> None:
-        self.page_bytes, shard = pickle.loads((directory / SHARD).read_bytes())
-        assert isinstance(shard, Shard)
-        pages = shard.page_count(self.page_bytes)
-        self.pool, ring, self.reader, self.make_copier, open_window = _parts(
-            device, pages + SPARE_FRAMES, self.page_bytes
-        )
+    def __init__(self, name: str, directory: Path, device: str, own: str) -> None:
+        page_bytes, shards = pickle.loads((directory / SHARDS).read_bytes())
+        self.page_bytes: int = page_bytes
+        self.own = own
+        most = max(shard.page_count(page_bytes) for shard in shards.values())
+        self.pool, ring, self.reader, self.make_copier, open_window = _parts(device, most + SPARE_FRAMES, page_bytes)
         self.copier = self.make_copier()
         self.peers = Peers(directory / "peers", name, device, self.pool, ring, self.copier, open_window)
-        self.tier = None
-        if has_tier:
-            self.tier = HostTier(Arena(f"bench-{name}", pages, self.page_bytes), self.make_copier(), self.peers)
+        arena = Arena(f"bench-{name}", shards[own].page_count(page_bytes), page_bytes)
+        self.tier = HostTier(arena, self.make_copier(), self.peers)
         self.pager = Pager(self.pool, self.reader, tier=self.tier, peers=self.peers, depth=PEERS_DEPTH, run=PEERS_RUN)
-        self.paged = self.pager.open("model", shard, directory / MODEL)
+        self.models = {model: self.pager.open(model, shard, directory / model) for model, shard in shards.items()}
         self._pinned = 0
 
     def obey(self, word: str, *rest: str) -> Any:
@@ -64,16 +62,17 @@ class Worker:
             "out": self.page_out,
             "fill": self.fill,
             "meet": self.meet,
+            "help": self.take_help,
             "wrong": self.wrong,
             "pinned": self.pinned,
             "across": self.across,
         }
         return commands[word](*rest)
 
-    def page_in(self) -> dict[str, Any]:
+    def page_in(self, model: str) -> dict[str, Any]:
         outcomes: queue.SimpleQueue[PageInResult | Exception] = queue.SimpleQueue()
         begun = time.perf_counter()
-        self.pager.page_in("model", 0, self.paged.page_count, outcomes.put)
+        self.pager.page_in(model, 0, self.models[model].page_count, outcomes.put)
         outcome = outcomes.get(timeout=PATIENCE)
         if isinstance(outcome, Exception):
             raise outcome
@@ -83,21 +82,25 @@ class Worker:
             "stages": dict(outcome.stages),
         }
 
-    def page_out(self) -> float:
+    def page_out(self, model: str) -> float:
         begun = time.perf_counter()
-        self.pager.page_out("model", 0)
+        self.pager.page_out(model, 0)
         return time.perf_counter() - begun
 
-    def fill(self) -> bool:
-        """Have the host tier hold the model."""
-        assert self.tier is not None
+    def fill(self) -> dict[str, float]:
+        """Have the host tier hold this worker's own model."""
         begun = time.perf_counter()
         assert self.tier.wait_settled(PATIENCE)
         ready = time.perf_counter()
-        self.page_in()
-        assert self.tier.wait_settled(PATIENCE, self.paged.page_count), self.tier.status
-        self.page_out()
+        self.page_in(self.own)
+        assert self.tier.wait_settled(PATIENCE, self.models[self.own].page_count), self.tier.status
+        self.page_out(self.own)
         return {"ready": ready - begun, "filled": time.perf_counter() - ready}
+
+    def take_help(self, wanted: str) -> bool:
+        """Whether pages of the host tier may come over neighbours' links."""
+        self.tier._peers = self.peers if wanted == "1" else None
+        return True
 
     def meet(self, neighbours: str, staging: str) -> float:
         """Wait until so many neighbours are there, and, if `staging`, can stage for us."""
@@ -110,13 +113,16 @@ class Worker:
                 raise TimeoutError("The neighbours did not come.")
             time.sleep(0.01)
 
-    def wrong(self) -> int:
+    def wrong(self, model: str) -> int:
         """How many pages are not in, or have not the hash that they should have."""
-        good = 0
-        for page in range(self.paged.resident):
-            start, nbytes = self.paged.extent(page)
-            good += identity_of(self.pool.peek(self.paged.region.address + start, nbytes)) == self.paged.hashes[page]
-        return self.paged.page_count - good
+        paged = self.models[model]
+
+        def is_right(page: int) -> bool:
+            start, nbytes = paged.extent(page)
+            return identity_of(self.pool.peek(paged.region.address + start, nbytes)) == paged.hashes[page]
+
+        with ThreadPoolExecutor(CHECKING_THREADS) as threads:
+            return paged.page_count - sum(threads.map(is_right, range(paged.resident)))
 
     # ---- limits
 
@@ -183,19 +189,18 @@ def _parts(
 
     gpu = CudaDevice()
     ours, rings = (CudaFramePool(gpu, many, page_bytes) for many in (frames, RING_FRAMES))
-    reader = KvikioReader(kvikio_threads(), device="cuda:0")
+    reader = KvikioReader(READ_THREADS, device="cuda:0")
     return ours, rings, reader, partial(CudaCopier, gpu), partial(CudaWindow, gpu)
 
 
 def main() -> None:
     sys.setswitchinterval(0.0005)  # as in a worker
-    name, directory, device, tier = sys.argv[1:]
-    worker = Worker(name, Path(directory), device, tier == "1")
+    name, directory, device, own = sys.argv[1:]
+    worker = Worker(name, Path(directory), device, own)
     for line in sys.stdin:
         print(json.dumps(worker.obey(*line.split())), flush=True)
     worker.pager.shutdown()
-    if worker.tier is not None:
-        worker.tier.close()
+    worker.tier.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Computron's experiment: two models of OPT-13B's shape take turns on GPUs that hold one of them, from the host tier.
 
-    python -m bench.swap_isolation [--store DIR] [--small] [--plot FILE.json]
+    python -m bench.swap_isolation [--store DIR] [--only MESH …] [--layers N] [--small] [--plot FILE.json]
 
 For each mesh (tp, pp) that the GPUs allow, a real daemon serves both models with one group of that mesh, and 24
 requests ask for them in turns, one at a time, over HTTP; the first 4 are dropped. Swap-out and swap-in are the
@@ -8,8 +8,9 @@ scheduler's own times, execution is that of the same request when the model is i
 The mesh (1, 1) is measured without and with its neighbours' links (fan-in). Each is compared with (1, 1) of the same
 run, and with plain copies from pinned memory over as many links, measured in the same run.
 
-Prints a table, and saves a CSV, a plot and the bars. `--small` is the same on any host with two small models: to see
-that it works. `--plot` only draws what a run saved.
+Prints a table, and saves it as CSV with the bars, setting by setting. `--only` takes some of the settings (`1x1`,
+`1x1+1`, `2x1`), `--layers` models of fewer layers, where time is short. `--small` is the same on any host with two
+small models: to see that it works. `--plot` only draws what a run saved.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ class Setting:
     @property
     def name(self) -> str:
         return f"{self.mesh} + {self.helpers} idle" if self.helpers else self.mesh
+
+    @property
+    def word(self) -> str:
+        """Its name on the command line."""
+        return f"{self.tp}x{self.pp}" + (f"+{self.helpers}" if self.helpers else "")
 
     @property
     def ranks(self) -> int:
@@ -214,9 +220,8 @@ async def _last_load(admin: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return load
 
 
-def measure(scale: Scale, gpus: int, root: Path) -> Iterator[Outcome]:
+def measure(scale: Scale, settings: Sequence[Setting], root: Path) -> Iterator[Outcome]:
     """Every setting, one after another. Those of one mesh share their images, which go when it is done."""
-    settings = settings_for(gpus)
     for mesh in dict.fromkeys((setting.tp, setting.pp) for setting in settings):
         with tempfile.TemporaryDirectory(dir=root) as directory:
             store = Store(Path(directory) / "store")
@@ -272,7 +277,7 @@ def _side_by_side(gpus: int) -> list[float]:
 
 def bars(outcomes: Sequence[Outcome], links: dict[str, list[float]]) -> list[Bar]:
     by_name = {its.setting.name: its for its in outcomes}
-    one = by_name["1×1"]
+    one = outcomes[0]
     found = []
     for its in outcomes:
         gain = one.median("swap-in") / its.median("swap-in")
@@ -339,6 +344,8 @@ def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     arguments = argparse.ArgumentParser(description="Repeat Computron's swap isolation.")
     arguments.add_argument("--store", type=Path, help="where to make stores; by default a temporary directory")
+    arguments.add_argument("--only", nargs="+", metavar="MESH", help="some of the settings, (1, 1) first")
+    arguments.add_argument("--layers", type=int, help="of the models; by default all 40")
     arguments.add_argument("--small", action="store_true", help="small models on the CPU, as if there were two GPUs")
     arguments.add_argument("--plot", type=Path, help="draw a saved run, next to it")
     options = arguments.parse_args()
@@ -352,15 +359,19 @@ def main() -> int:
     links = {} if options.small else limits(gpus)
     outcomes: list[Outcome] = []
     status = 0
-    for outcome in measure(SMALL if options.small else FULL, gpus, options.store or Path(tempfile.gettempdir())):
+    scale = SMALL if options.small else FULL
+    if options.layers is not None:
+        scale = replace(scale, config={**scale.config, "num_hidden_layers": options.layers})
+    settings = [its for its in settings_for(gpus) if options.only is None or its.word in options.only]
+    for outcome in measure(scale, settings, options.store or Path(tempfile.gettempdir())):
         outcomes.append(outcome)
         print_table(outcomes)
         if not options.small:
-            status = save(outcomes, links, gpus)  # what was measured is kept, also if the next setting fails
+            status = save(scale, outcomes, links, gpus)  # what was measured is kept, also if the next setting fails
     return status
 
 
-def save(outcomes: Sequence[Outcome], links: dict[str, list[float]], gpus: int) -> int:
+def save(scale: Scale, outcomes: Sequence[Outcome], links: dict[str, list[float]], gpus: int) -> int:
     table = rows(outcomes)
     host = f"h200-x{gpus}"
     save_table(table, RESULTS / f"swap_isolation-{host}.csv")
@@ -370,7 +381,8 @@ def save(outcomes: Sequence[Outcome], links: dict[str, list[float]], gpus: int) 
     details = {
         "table": table,
         "bytes": outcomes[0].nbytes,
-        "page_bytes": FULL.page,
+        "page_bytes": scale.page,
+        "layers": scale.config["num_hidden_layers"],
         "sources": {its.setting.name: its.sources for its in outcomes},
         "Computron's": COMPUTRON,
     }

@@ -30,7 +30,7 @@ from swapper.host_tier import HostTier
 from swapper.image import Image
 from swapper.paged_shard import PagedShard
 from swapper.peer_frames import HostWindow
-from swapper.peers import RING_FRAMES, Peers
+from swapper.peers import PEERS_DEPTH, PEERS_RUN, RING_FRAMES, Peers
 from swapper.pread import PreadReader
 from swapper.readers import Reader
 from swapper.store import Store
@@ -53,10 +53,6 @@ and page-ins reached 83 % of what kvikio can do; with 14 of them 140 µs, and al
 
 GPU_DEPTH, GPU_RUN = 16, 4
 """Pages in flight, and how many of them are mapped together and read at once."""
-
-PEERS_DEPTH, PEERS_RUN = 32, 8
-"""The same where neighbours help. Two H200 took 87 GB/s together with these and 73 with the ones above; a model that a
-neighbour held came at 328 GB/s, and at 254."""
 
 
 GPU_SWITCH_INTERVAL = 0.0001

@@ -56,8 +56,8 @@ class MappedBlocks:
         self._users: dict[int, int] = {}  # page → taken blocks that touch it
 
     @property
-    def taken(self) -> int:
-        return len(self._taken)
+    def bytes_taken(self) -> int:
+        return len(self._taken) * self._block_bytes
 
     @property
     def frames_held(self) -> int:

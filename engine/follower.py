@@ -346,7 +346,7 @@ class FollowerEngine:
         batch = followed.decoder.decode(code)
         if limit is None:
             followed.run(batch, followed.check)
-            self.steps += 1
+            self._ended(followed)
         else:
             followed.streamed = _StreamedPass(followed, batch, self._mesh.rank.is_first, self._compute_threads)
             self._continue(followed, limit)
@@ -358,7 +358,13 @@ class FollowerEngine:
         streamed.go_on(limit)
         if streamed.ended:
             followed.streamed = None
-            self.steps += 1
+            self._ended(followed)
+
+    def _ended(self, followed: _Followed) -> None:
+        """A pass has run to its end."""
+        self.steps += 1
+        if self.recorder.on:
+            self.recorder.peak(kv_frames=followed.blocks.frames_held, kv_bytes=followed.blocks.bytes_taken)
 
     def _give_up(self, name: str) -> None:
         with self._changed:

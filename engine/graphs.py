@@ -75,6 +75,7 @@ class GraphCache:
     """The graphs of one device. Whoever holds the engine's turn replays; any thread may ask for one, and forget."""
 
     def __init__(self, device: torch.device) -> None:
+        self.enabled = True
         self._device = device
         self._changed = threading.Condition(threading.RLock())  # a garbage collection may forget, at any point
         self._graphs: OrderedDict[GraphKey, DecodeGraph] = OrderedDict()
@@ -102,8 +103,8 @@ class GraphCache:
             return graph
 
     def may_record(self, owner: object) -> bool:
-        """Whether no recording of the model has been refused yet."""
-        return owner not in self._refused
+        """Whether graphs are wanted, and no recording of the model has been refused yet."""
+        return self.enabled and owner not in self._refused
 
     def ask(self, key: GraphKey, name: str, run: Callable[[], torch.Tensor]) -> None:
         """Have `run` recorded, unless it is there, was asked for already or refused. It returns the logits.

@@ -144,6 +144,13 @@ def cut_module(module: PreTrainedModel, mesh: Collectives) -> dict[str, Cut]:
     return cuts
 
 
+def collectives(module: PreTrainedModel) -> Iterator[tuple[str, Literal["all_reduce", "all_gather"]]]:
+    """The modules around whose forward the ranks of a stage meet, by path, and how. Raises UnsupportedModel."""
+    for path, style, part in _styled(module, _plan(module)):
+        if isinstance(part, torch.nn.Module) and style.around not in (None, _narrow):
+            yield path, "all_gather" if style.around is _gather else "all_reduce"
+
+
 @dataclass(frozen=True, slots=True)
 class _Style:
     by: Literal["columns", "rows", "vocabulary", "nothing"]  # how the module's tensors are cut

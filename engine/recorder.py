@@ -26,6 +26,7 @@ class Span:
     seconds: float
     prefilled: int = 0  # of a pass: prompt tokens
     decoded: int = 0  # of a pass: sequences that got one more token of their answer
+    sampled: int = 0  # of a pass: rows of logits
     context: int = 0  # of a pass: tokens whose keys and values were attended to
     paging: float = 0.0  # of a pass: seconds in which it waited for pages, not among `seconds`
     nbytes: int = 0  # of a collective
@@ -33,12 +34,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One rank's spans, in the order they ended, and `peaks` in bytes (or what their name says)."""
+    """One rank's spans, in the order they ended, and `peaks` in bytes (or what their name says). `moved` are calls and
+    bytes of each kind of collective, those replayed from CUDA graphs among them, which have no spans.
+    """
 
     seconds: float
     spans: tuple[Span, ...]
     dropped: int
     peaks: Mapping[str, int]
+    moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Gauge(Protocol):
@@ -85,6 +89,7 @@ class Recorder:
         *,
         prefilled: int = 0,
         decoded: int = 0,
+        sampled: int = 0,
         context: int = 0,
         paging: float = 0.0,
         nbytes: int = 0,
@@ -97,7 +102,7 @@ class Recorder:
                 self._dropped += 1
                 return
             at = began - self._began
-            self._spans.append(Span(name, model, at, seconds, prefilled, decoded, context, paging, nbytes))
+            self._spans.append(Span(name, model, at, seconds, prefilled, decoded, sampled, context, paging, nbytes))
 
     def peak(self, **values: int) -> None:
         """Keep the largest of each, and of what the gauge says."""

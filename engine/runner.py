@@ -431,10 +431,13 @@ class ModelRunner:
             computing,
             prefilled=len(step.batch.tokens) - decoded,
             decoded=decoded,
+            sampled=len(step.batch.sampled),
             context=sum(its.context for its in slices),
             paging=self._paging,
         )
-        self._recorder.peak(kv_frames=self._blocks.frames_held, kv_blocks=self._blocks.taken, sequences=len(slices))
+        self._recorder.peak(
+            kv_frames=self._blocks.frames_held, kv_bytes=self._blocks.bytes_taken, sequences=len(slices)
+        )
 
     def _record_layer(self) -> None:
         """A layer ends where the next one's gate is; on a GPU that is when it has been launched."""

@@ -68,6 +68,9 @@ class ServedModel:
     slo: float | None = None
     priority: int = 0
     ttl: float | None = None
+    page_seconds: float | None = None  # of its profile, if it has one: see scheduler.core.events.ModelSpec
+    run_seconds: float | None = None
+    profiled: float | None = None  # when that was made, unix time
 
 
 ModelState = Literal["absent", "loading", "resident", "partial", "evicting", "failed"]
@@ -122,6 +125,7 @@ class ModelStatus:
     last_load: LoadRecord | None
     oldest_wait: float = 0.0  # seconds that its oldest request without a first forward pass has waited
     places: tuple[ModelPlace, ...] = ()
+    profiled: float | None = None  # when its profile was made, unix time; None: it has none
 
 
 FrameUse = Literal["weights", "loading", "kv"]

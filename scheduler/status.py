@@ -43,4 +43,5 @@ def model_status(
             for its in placements
             if its.phase is not Phase.ABSENT or its.kv_frames
         ),
+        profiled=model.profiled,
     )

@@ -38,6 +38,8 @@ def model_spec(model: ServedModel) -> events.ModelSpec:
         slo=model.slo,
         priority=model.priority,
         ttl=model.ttl,
+        page_seconds=model.page_seconds,
+        run_seconds=model.run_seconds,
     )
 
 

@@ -117,6 +117,7 @@ def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
             compute_threads=cluster.compute_threads or max(1, (cores - 1) // cluster.ranks),
             max_batch_tokens=cluster.max_batch_tokens,
             max_batch_sequences=cluster.max_batch_sequences,
+            graphs=cluster.graphs,
             suspended_bytes=memory.suspended,
         )
         for rank in range(group.ranks)

@@ -22,6 +22,7 @@ from blake3 import blake3
 from scheduler.interface import Scheduler, ServedModel
 from server.config import GroupConfig, ModelConfig
 from server.keep_alive import FOREVER
+from server.profile.document import load as load_profile
 from swapper.errors import CorruptImage, ModelNotFound, Refused, StoreError
 from swapper.image import MANIFEST, Embedding, Image
 from swapper.store import Store, StoreVersion
@@ -68,6 +69,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def served_model(image: Image, page_bytes: int, config: ModelConfig) -> ServedModel:
     """An image as the scheduler must know it."""
     manifest = image.manifest
+    profile = load_profile(image.path, image.identity)
     served = ServedModel(
         name=manifest.model,
         path=str(image.path),
@@ -78,6 +80,9 @@ def served_model(image: Image, page_bytes: int, config: ModelConfig) -> ServedMo
         kv_bytes_per_token=manifest.kv_bytes_per_token,
         context_length=manifest.context_length,
         pp=manifest.pp,
+        page_seconds=profile.page_seconds(page_bytes) if profile is not None else None,
+        run_seconds=profile.run_seconds() if profile is not None else None,
+        profiled=profile.made if profile is not None else None,
     )
     return expected(served, config)
 

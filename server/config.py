@@ -210,6 +210,7 @@ class ClusterConfig(Section):
     )
     max_batch_tokens: int = Field(default=512, ge=16)
     max_batch_sequences: int = Field(default=64, ge=1)
+    graphs: bool = Field(default=True, description="decode from CUDA graphs on a GPU")
 
     @model_validator(mode="after")
     def _groups_can_be(self) -> ClusterConfig:

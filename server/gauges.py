@@ -23,6 +23,7 @@ OF_MODELS: dict[Family, Callable[[ModelStatus], float]] = {
     families.MODEL_RESIDENT_PAGES: lambda m: m.resident_pages,
     families.MODEL_RESIDENT_BYTES: lambda m: m.resident_bytes,
     families.MODEL_KV_FRAMES: lambda m: m.kv_frames,
+    families.MODEL_PROFILED: lambda m: m.profiled or 0,
 }
 
 

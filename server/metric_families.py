@@ -118,6 +118,9 @@ MODEL_PINNED = gauge("model_pinned", "Whether the model is pinned", MODEL)
 MODEL_PAGES = gauge("model_pages", "Pages in all, a rank", MODEL)
 MODEL_RESIDENT_PAGES = gauge("model_resident_pages", "Pages that are in memory, a rank", MODEL)
 MODEL_RESIDENT_BYTES = gauge("model_resident_bytes", "Bytes that are in memory, all ranks", MODEL)
+MODEL_PROFILED = gauge(
+    "model_profile_timestamp_seconds", "When the profile in use was made (unix time); 0: there is none", MODEL
+)
 MODEL_KV_FRAMES = gauge("model_kv_frames", "Frames reserved for the model's keys and values, a rank", MODEL)
 FRAMES = gauge("frames", "Frames of memory, by use", {**WORKER, "use": ("weights", "kv", "free")})
 HOST_TIER_PAGES = gauge(

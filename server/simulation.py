@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from scheduler.core.config import CoreConfig, PolicyName
 from scheduler.core.events import ModelSpec
@@ -12,20 +13,30 @@ from scheduler.translate import model_spec
 from server.backend import EXTENT_SECONDS, core_config, worker_specs
 from server.catalog import served_model
 from server.config import Config, ModelConfig
+from server.profile.document import load as load_profile
 from swapper.geometry import pages
 from swapper.store import Store
 
 MADE_UP = "model-{:02}"
 
-Known = tuple[ModelSpec, int]
-"""A model, and how many tokens' keys and values fill one frame; 0: they take no memory."""
+
+class Known(NamedTuple):
+    spec: ModelSpec
+    frame_tokens: int  # whose keys and values fill one frame; 0: they take no memory
+    costs: tuple[float, float] | None = None  # of its profile: seconds of a pass, and of each token in it
 
 
 def stored(config: Config) -> list[Known]:
     """The models of the store. Raises StoreError."""
     store, page = Store(config.store), config.memory.page
-    served = [served_model(store.open(name), page, config.models.get(name, ModelConfig())) for name in store.list()]
-    return [(model_spec(model), page // model.kv_bytes_per_token) for model in served]
+    known = []
+    for image in map(store.open, store.list()):
+        served = served_model(image, page, config.models.get(image.manifest.model, ModelConfig()))
+        profile = load_profile(image.path, image.identity)
+        costs = profile.costs() if profile is not None else None
+        tokens = page // served.kv_bytes_per_token if served.kv_bytes_per_token else 0
+        known.append(Known(model_spec(served), tokens, costs))
+    return known
 
 
 def made_up(config: Config, count: int, nbytes: int) -> list[Known]:
@@ -37,24 +48,23 @@ def made_up(config: Config, count: int, nbytes: int) -> list[Known]:
         return tuple(range(number * size, (number + 1) * size))
 
     shards = [tuple(shard(model * mesh.ranks + rank) for rank in range(mesh.ranks)) for model in range(count)]
-    return [(ModelSpec(MADE_UP.format(model + 1), ranks, pp=mesh.pp), 0) for model, ranks in enumerate(shards)]
+    return [Known(ModelSpec(MADE_UP.format(model + 1), ranks, pp=mesh.pp), 0) for model, ranks in enumerate(shards)]
 
 
 def priced(
     config: Config, models: Sequence[Known], pass_seconds: float, token_seconds: float, objective: float
 ) -> list[SimulatedModel]:
-    """With what a pass takes; `objective` is for those without one of their own."""
+    """With what a pass takes, where a model has no profile; `objective` is for those without one of their own."""
     return [
         SimulatedModel(
-            replace(spec, run_seconds=pass_seconds),
-            pass_seconds,
-            token_seconds,
-            kv_frame_tokens=tokens,
+            known.spec if known.costs is not None else replace(known.spec, run_seconds=pass_seconds),
+            *(known.costs or (pass_seconds, token_seconds)),
+            kv_frame_tokens=known.frame_tokens,
             max_batch=config.cluster.max_batch_sequences,
             max_batch_tokens=config.cluster.max_batch_tokens,
-            objective=spec.slo or objective,
+            objective=known.spec.slo or objective,
         )
-        for spec, tokens in models
+        for known in models
     ]
 
 

@@ -149,6 +149,7 @@ def _on_gpu(spec: WorkerSpec) -> _Parts:
     if spec.reader not in ("auto", "kvikio"):
         raise ConfigError(f"The reader {spec.reader!r} cannot read into a GPU's memory; use kvikio, or auto.")
     sys.setswitchinterval(GPU_SWITCH_INTERVAL)
+    from engine.graphs import graphs_of
     from engine.rehearsal import Rehearsals
     from swapper.cuda_copier import CudaCopier
     from swapper.cuda_driver import CudaDevice
@@ -157,6 +158,7 @@ def _on_gpu(spec: WorkerSpec) -> _Parts:
     from swapper.kvikio_reader import KvikioReader
 
     device = CudaDevice()
+    graphs_of(torch.device(f"cuda:{device.ordinal}")).enabled = spec.graphs
     ring = CudaFramePool(device, RING_FRAMES, spec.page_bytes) if spec.peers else None
     pool = CudaFramePool(device, gpu_frames(spec, device.free_bytes()), spec.page_bytes)
     peers = None

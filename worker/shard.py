@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,7 @@ from worker.slot import BindEnded, Bound, ModelSlot, PageInEnded
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.follower import FollowerEngine
+    from engine.mesh import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ class Shard:
         self._pager = Pager(
             pool, reader, tier=tier, peers=peers, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce
         )
+        self._moved_before: Traffic | None = None  # when the recording began
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")
@@ -124,10 +127,16 @@ class Shard:
 
     def record(self, on: bool) -> Recording | None:
         """Begin a recording, or end it: then what it has."""
-        if not on:
-            return self._engine.recorder.end()
-        self._engine.recorder.begin()
-        return None
+        recorder, traffic = self._engine.recorder, self._engine.traffic
+        if on:
+            self._moved_before = None if traffic is None else traffic.copy()
+            recorder.begin()
+            return None
+        recording = recorder.end()
+        if traffic is None or self._moved_before is None:
+            return recording
+        kinds = traffic.since(self._moved_before).kinds
+        return replace(recording, moved={kind: (its.calls, its.nbytes) for kind, its in kinds.items()})
 
     def close(self) -> None:
         """Stop; what runs is dropped without a word, and all frames are given back."""

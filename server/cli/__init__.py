@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import doctor, remote, serving, simulation, store, watching
+from server.cli import doctor, profiling, remote, serving, simulation, store, watching
 from swapper.errors import GswapdError
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ def options(
     """Read by their callbacks."""
 
 
-for room in (store, serving, remote, watching, doctor, simulation):
+for room in (store, serving, remote, watching, doctor, simulation, profiling):
     room.register(app)
 
 

@@ -166,6 +166,8 @@ def ps(
         Console(width=None if Console().is_terminal else PIPE_WIDTH).print(models_table(models))
     elif not problems:
         print("There are no models. Add one with: gswapd add CHECKPOINT --name NAME")
+    if profiled := [model["name"] for model in models if model["profiled"] is not None]:
+        print(f"in use, the profiles of {', '.join(profiled)}")
     for model in models:
         if model["reason"]:
             print(f"{model['name']} {model['state']}: {model['reason']}")

@@ -51,7 +51,9 @@ def simulate(
     storage_bandwidth: Annotated[
         str | None, typer.Option(help="Bytes a second from storage, for what is not in memory.host_tier.")
     ] = None,
-    pass_ms: Annotated[float, typer.Option(min=0.001, help="A forward pass, in milliseconds.")] = 20.0,
+    pass_ms: Annotated[
+        float, typer.Option(min=0.001, help="A forward pass, in milliseconds, where a model has no profile.")
+    ] = 20.0,
     token_ms: Annotated[float, typer.Option(min=0, help="What each token adds to it.")] = 0.05,
     objective: Annotated[float, typer.Option(min=0.001, help="Seconds to answer in, where a model has no slo.")] = 10.0,
     policy: Policy = None,

@@ -42,7 +42,7 @@ def test_a_request_is_recorded_pass_by_pass_and_layer_by_layer(engine: Engine, r
     assert len(layers) == 3 * len(passes)
     assert sum(its.seconds for its in layers) <= sum(its.seconds for its in passes)
     assert {its.model for its in recording.spans} == {"fake"}
-    assert recording.peaks == {"kv_frames": 1, "kv_blocks": 1, "sequences": 1}
+    assert recording.peaks == {"kv_frames": 1, "kv_bytes": 16 * 4, "sequences": 1}
     assert recording.dropped == 0
 
 

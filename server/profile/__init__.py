@@ -1,0 +1,1 @@
+"""Profiles: what a model costs at every batch size, and where it breaks."""

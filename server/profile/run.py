@@ -1,0 +1,186 @@
+"""`gswapd profile` from beginning to end: which daemon, which models, what is written where."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from server.config import Config, load_config
+from server.profile.accuracy import reference, text_tokens
+from server.profile.document import Profile, ProfileError, Variant, save
+from server.profile.measure import Client, Subject
+from server.profile.offline import GROUP, SWITCHES, private_daemon
+from server.profile.report import page
+from server.profile.sweep import Place, Plan, Sweep
+from server.profile.trace import trace
+from server.tokens import ModelTokenizer
+from swapper.image import Image
+from swapper.store import Store
+
+PACKAGES = ("gswapd", "torch", "transformers", "ray")
+LOADS = 3
+SCORED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """See `server/cli/profiling.py`."""
+
+    batches: tuple[int, ...] | None
+    prompt_tokens: tuple[int, ...]
+    output_tokens: int
+    repeat: int
+    switches: tuple[str, ...]
+    url: str | None
+    group: str | None
+    memory: str | None
+    break_at: int
+    report: Path | None
+    trace: Path | None
+    store: Path | None
+    api_key: str | None
+    admin_key: str | None
+
+
+def run(models: Sequence[str], options: Options) -> list[Profile]:
+    """Raises ProfileError, and whatever the store or the daemon has to say. Profiles that were made are kept."""
+    if unknown := sorted(set(options.switches) - SWITCHES.keys()):
+        raise ProfileError(f"There is no switch {unknown[0]!r}; there are {', '.join(SWITCHES)}.")
+    if options.url is not None and (options.switches or options.memory):
+        raise ProfileError("A daemon that is serving keeps its settings: use --switch and --memory without --url.")
+    config = load_config(None, memory=options.memory)
+    store = Store(options.store or config.store)
+    images = [store.open(name) for name in models]
+    profiles = []
+    for image in images:
+        profile = _profile(image, config, store, options)
+        path = save(profile, image.path)
+        print(f"The profile of {profile.label} is in {path}.")
+        profiles.append(profile)
+    if options.report is not None:
+        options.report.write_text(page(profiles))
+        print(f"The report is in {options.report}.")
+    return profiles
+
+
+def _profile(image: Image, config: Config, store: Store, options: Options) -> Profile:
+    if image.manifest.embedding is not None:
+        raise ProfileError(f"{image.manifest.model} is an encoder; profiles are of models that generate text.")
+    with _daemon(image, config, store, options, None) as url:
+        profile = asyncio.run(_first(url, image, config, options))
+    variants = list(profile.variants)
+    for name in options.switches:
+        print(f"once more with {name}")
+        with _daemon(image, config, store, options, name) as url:
+            variants.append(asyncio.run(_again(url, image, config, options, name)))
+    return profile.model_copy(update={"variants": tuple(variants)})
+
+
+@contextmanager
+def _daemon(image: Image, config: Config, store: Store, options: Options, switch: str | None) -> Iterator[str]:
+    most = 4 * max(config.cluster.max_batch_sequences, *(options.batches or (1,)))
+    private = private_daemon(config, store.root, image, most, SWITCHES[switch] if switch is not None else {})
+    with private if options.url is None else nullcontext(options.url) as url:
+        yield url
+
+
+async def _first(url: str, image: Image, config: Config, options: Options) -> Profile:
+    """Everything, with the engine as it comes."""
+    manifest = image.manifest
+    tokenizer = ModelTokenizer(manifest.model, image.path)
+    subject = _subject(url, tokenizer, image, options)
+    async with Client(subject) as client:
+        await client.load()  # with all that only a first load has to do
+        worker = await _worker(client, subject.group)
+        sweep, place = await _sweep(client, worker, image, config)
+        page_ins = await sweep.page_ins(LOADS)
+        points = await sweep.points(_plan(sweep, options))
+        if not points:
+            raise ProfileError(f"No batch of {manifest.model} fits into {place.frames} frames at these lengths.")
+        tokens = options.break_at or max(p.prompt_tokens + p.output_tokens for p in points)
+        breaking = await sweep.breaking_point(min(tokens, manifest.context_length), points)
+        found = f"predicted {breaking.predicted}, observed {breaking.observed}"
+        print(f"breaking point at {breaking.tokens} tokens: {found}")
+        text = text_tokens(image, tokenizer, SCORED_TOKENS)
+        accuracy = await sweep.accuracy(text, await asyncio.to_thread(reference, image, tokenizer, text))
+        if options.trace is not None:
+            ran = await client.run(max(p.batch for p in points), points[-1].prompt_tokens, options.output_tokens, 0)
+            options.trace.write_text(trace(ran.ranks))
+            print(f"The trace is in {options.trace}.")
+    return Profile(
+        model=manifest.model,
+        identity=image.identity,
+        architecture=manifest.architecture,
+        dtype=manifest.dtype,
+        tp=manifest.tp,
+        pp=manifest.pp,
+        made=time.time(),
+        device=worker["device"],
+        cores=os.cpu_count() or 1,
+        versions={name: version(name) for name in PACKAGES},
+        frames=place.frames,
+        page_bytes=place.page_bytes,
+        page_ins=page_ins,
+        variants=(Variant(name="as it comes", settings=_settings(config), points=points),),
+        breaking_points=(breaking,),
+        accuracy=accuracy,
+    )
+
+
+async def _again(url: str, image: Image, config: Config, options: Options, switch: str) -> Variant:
+    """The points alone, with one switch set."""
+    tokenizer = ModelTokenizer(image.manifest.model, image.path)
+    subject = _subject(url, tokenizer, image, options)
+    async with Client(subject) as client:
+        await client.load()
+        sweep, _ = await _sweep(client, await _worker(client, subject.group), image, config)
+        points = await sweep.points(_plan(sweep, options))
+    return Variant(name=switch, settings={**_settings(config), **SWITCHES[switch]}, points=points)
+
+
+def _subject(url: str, tokenizer: ModelTokenizer, image: Image, options: Options) -> Subject:
+    group = GROUP if options.url is None else options.group or "default"
+    model = image.manifest.model
+    return Subject(url, model, group, tokenizer.vocabulary_size, options.api_key, options.admin_key)
+
+
+async def _worker(client: Client, group: str) -> dict[str, Any]:
+    """The leader of the group. Raises ProfileError if it is not up."""
+    workers = (await client.admin("GET", "/workers"))["workers"]
+    found: dict[str, Any] | None = next((w for w in workers if w["group"] == group and w["state"] == "up"), None)
+    if found is None or found["heartbeat"] is None:
+        there = ", ".join(sorted({worker["group"] for worker in workers}))
+        raise ProfileError(f"There is no group {group!r} that is up; there are: {there} (--group).")
+    return found
+
+
+async def _sweep(client: Client, worker: dict[str, Any], image: Image, config: Config) -> tuple[Sweep, Place]:
+    frames = worker["heartbeat"]["frames"]
+    cluster = config.cluster
+    place = Place(frames, config.memory.page, cluster.max_batch_sequences, cluster.max_batch_tokens)
+    return Sweep(client, image, place, print), place
+
+
+def _plan(sweep: Sweep, options: Options) -> Plan:
+    batches = options.batches
+    if batches is None:
+        most = sweep.largest_batch(min(options.prompt_tokens) + options.output_tokens)
+        batches = tuple(size for size in (1 << power for power in range(20)) if size < most)
+        batches = (*batches, most) if most else ()
+    return Plan(batches, options.prompt_tokens, options.output_tokens, options.repeat)
+
+
+def _settings(config: Config) -> dict[str, str | int | bool]:
+    cluster = config.cluster
+    return {
+        "max_batch_tokens": cluster.max_batch_tokens,
+        "max_batch_sequences": cluster.max_batch_sequences,
+        "graphs": cluster.graphs,
+    }

@@ -1,0 +1,72 @@
+"""The page and its pictures: well formed, without network, and with advice that follows from the figures."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from server.profile.charts import Mark, bars, lines
+from server.profile.document import Accuracy, BreakingPoint, Moved, PageIn, Profile
+from server.profile.report import advice, page
+from tests.server.profile.test_document import point, profile
+
+
+def full(**changes: object) -> Profile:
+    moved = {"all_reduce": Moved(calls=4, nbytes=4096, seconds=0.002, counted=9000, expected=9000)}
+    points = tuple(point(batch, 64).model_copy(update={"moved": moved}) for batch in (1, 2, 4))
+    loads = (PageIn(source="storage", nbytes=10**9, pages=30, seconds=0.5),)
+    broken = (BreakingPoint(tokens=72, predicted=9, observed=9, limited_by="memory"),)
+    accuracy = Accuracy(tokens=400, perplexity=20.5, reference=20.25, agreement=0.975)
+    more = {"breaking_points": broken, "accuracy": accuracy, **changes}
+    return profile(*points, page_ins=loads).model_copy(update=more)
+
+
+def test_a_page_is_whole_and_needs_no_network() -> None:
+    html = page([full(), full(tp=2)])
+    assert html.startswith("<!doctype html>")
+    assert html.rstrip().endswith("</html>")
+    assert "http" not in html.replace("http-equiv", "")
+    for wanted in ("20.5000", "97.50%", "memory ends: 9", "Communication", "Side by side", "2.00 GB/s"):
+        assert wanted in html
+
+
+def test_a_model_s_name_cannot_break_out_of_the_page() -> None:
+    assert "<script>" not in page([full(model="<script>")])
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"), [((10, 20, 40), 4), ((10, 20, 20.5), 2), ((10, 9, 8), 1)], ids=["grows", "levels off", "falls"]
+)
+def test_advice_is_the_smallest_batch_that_no_larger_one_beats_by_much(speeds: tuple[float, ...], best: int) -> None:
+    points = [
+        its.model_copy(update={"tokens_per_second": its.tokens_per_second.model_copy(update={"median": speed})})
+        for its, speed in zip(full().points(), speeds, strict=True)
+    ]
+    told = profile(*points)
+    assert f"batch {best} is best" in advice(told)
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        lines("t", "u", {"a": [(1, 0.5), (8, 20)], "b": [(1, 3)]}, [Mark(16, "end")]),
+        lines("t", "u", {"one": [(1, 1.0)]}),
+        bars("t & u", "GiB", {"1": {"weights": 3, "KV": 1}, "2": {"weights": 3, "KV": 2}}, 8),
+    ],
+)
+def test_pictures_are_well_formed_and_within_their_frame(picture: str) -> None:
+    figure = ElementTree.fromstring(picture)
+    svg = figure.find("svg")
+    assert svg is not None
+    width, height = map(float, svg.attrib["viewBox"].split()[2:])
+    for mark in svg:
+        for name in ("x", "x1", "x2", "cx"):
+            assert 0 <= float(mark.attrib.get(name, 0)) <= width
+        for name in ("y", "y1", "y2", "cy"):
+            assert 0 <= float(mark.attrib.get(name, 0)) <= height
+
+
+def test_nothing_to_draw_draws_nothing() -> None:
+    assert lines("t", "u", {}) == ""
+    assert bars("t", "u", {}) == ""

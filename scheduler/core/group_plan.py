@@ -31,9 +31,6 @@ from scheduler.policy.view import Holder, Memory, Want
 LONG_RUN = 0.5
 """Seconds. What is expected to be done sooner is waited for rather than suspended."""
 
-ROOM_AHEAD = 1
-"""Extents for which room is made at once, beside the next."""
-
 STALLED_LOOKED_AT = 4
 """Models waiting elsewhere that an idle group offers itself to."""
 
@@ -203,7 +200,7 @@ class GroupPlan:
         else:
             lacking = group.ledger.missing([shard[reserved:last] for shard in model.spec.shards])
         if not self._has(lacking, placement, kv):
-            return self._make_room(want, lacking, min(model.pages - last, ROOM_AHEAD * state.config.extent_pages))
+            return self._make_room(want, lacking)
         if group.next_in != want.model:
             group.next_in = want.model
             state.explain(model, "loading", f"{want.queue} wait; {want.load:.2f} s of {group.name}'s link bring it in.")
@@ -302,31 +299,27 @@ class GroupPlan:
         before = self._claims or [0] * self._group.ranks
         self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
 
-    def _make_room(self, want: Want, lacking: Sequence[int], ahead: int = 0) -> bool:
-        """Take what lacks from victims, and up to `ahead` frames more, so that the link need not wait each time.
-
-        False if that has to wait for what is busy, or for what is worth keeping.
-        """
+    def _make_room(self, want: Want, lacking: Sequence[int]) -> bool:
+        """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
         state, now = self._state, self._state.now
         if self._is_in_vain(want):
             return False
-        memory = self._memory(want, [need + ahead for need in lacking])
+        memory = self._memory(want, lacking)
         holders = self._idle_holders(want.model)
         victims = self._policy.victims(want, holders, now)
         room = make_room(memory, victims, self._policy.whole)
         surplus = self._surplus(want.model)
-        short = max(0, room.short - ahead)
-        if short <= sum(frames for _, frames in surplus):
+        if room.short <= sum(frames for _, frames in surplus):
             for tail in room.tails:
                 self._take(want, self._group.placements[tail.model], tail.keep)
-            self._take_back(surplus, short)
+            self._take_back(surplus, room.short)
             self._claim(lacking)
             if not want.is_in:
                 self._link_is_taken = True
                 self._group.next_in = want.model
             return True
         if now >= want.due:
-            self._clear(want, self._memory(want, lacking), holders)
+            self._clear(want, memory, holders)
             self._claim(lacking)
         else:
             worth = self._policy.worth_at(want, holders, now)
@@ -399,8 +392,11 @@ class GroupPlan:
             priority=model.spec.priority,
             is_wanted=placement.model in self._group.wanted,
             missing=1.0 - placement.reserved / placement.pages,
-            is_copy=any(p.is_committed and p is not placement for p in model.placements.values()),
+            is_copy=len(model.placements) > 1 and self._is_copy(model, placement),
         )
+
+    def _is_copy(self, model: Model, placement: Placement) -> bool:
+        return any(p.is_committed and p is not placement for p in model.placements.values())
 
     # ---- what is due and finds nothing to take
 

@@ -5,7 +5,10 @@
 - Pages are taken from whom no request waits for, least value first (`history.py`). A model that is worth keeping goes
   only when those who wait have together waited for longer than its return would cost.
 - A complete model with requests waiting is never taken, except for one past its bound.
-- An idle link brings in the model that is expected soonest, if it is worth more than what goes for it."""
+- An idle link brings in the model that is expected soonest, if it is worth more than what goes for it.
+
+Times are counted in loads: what a reload costs is what all of this is about.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,25 @@ from scheduler.policy.base import Policy
 from scheduler.policy.view import Holder, Prefetch, Want
 
 PATIENCE = 2.4
-"""A next use that is so many loads away counts for 1/e of one that is now."""
+"""Loads. A next use that is so far away counts for 1/e of one that is now."""
+
+COST_PATIENCE = 0.3
+"""Loads. The same, for whether a reload would be waited for: what is needed later can be brought in ahead."""
 
 SHORTEST_PATIENCE = 0.05
+"""Seconds."""
 
-STAY = 2.0
+STAY = 4.0
 """How much more another must be wanted for the link to turn to it in the middle of a page-in."""
 
 INSTANT = 0.005
 """Seconds that make no difference."""
 
-RETURN_WEIGHT = 1.0
-"""Seconds that must have been waited for each second of an expected reload."""
-
-COST_PATIENCE = 0.3
-RATE_WEIGHT = 0.5
-SPREAD = 0.0
-"""How much more the last page of a model is worth than the first that goes."""
-
 PREFETCH_HORIZON = 1.5
 """Loads. What is expected later is not brought in ahead."""
 
-PREFETCH_MARGIN = 0.3
+PREFETCH_MARGIN = 0.2
+"""Of value, by which what comes in ahead must exceed what goes for it."""
 
 
 class Gswapd(Policy):
@@ -48,16 +48,9 @@ class Gswapd(Policy):
         return sorted(wants, key=lambda want: self._rank(want, now))
 
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
-        overdue = now >= want.due
-        chosen = []
-        for holder in holders:
-            if holder.is_wanted and not holder.missing and not overdue:
-                continue
-            if not overdue and not holder.is_wanted and want.waited < self._return_cost(holder, now):
-                continue
-            chosen.append((holder.is_wanted, self._worth(holder, now), holder.used, holder.number, holder))
-        chosen.sort(key=lambda entry: entry[:4])
-        return [entry[4] for entry in chosen]
+        if now < want.due:
+            holders = [holder for holder in holders if self._may_go(holder, want, now)]
+        return sorted(holders, key=lambda holder: (holder.is_wanted, *self._order_to_go(holder, now)))
 
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
         costs = [self._return_cost(holder, now) for holder in holders if not holder.is_wanted]
@@ -65,37 +58,46 @@ class Gswapd(Policy):
         return now + (min(later) - want.waited) / want.queue if later else None
 
     def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Prefetch | None:
-        ask_at, best, best_worth = None, None, 0.0
+        soon, ask_at = [], []
         for candidate in candidates:
             expected = candidate.history.next_use(now) if candidate.history is not None else None
             if expected is None:
                 continue
             begin = expected - PREFETCH_HORIZON * candidate.load
-            if begin > now:
-                ask_at = begin if ask_at is None else min(begin, ask_at)
-                continue
-            worth = self._worth(candidate, now)
-            if worth > best_worth:
-                best, best_worth = candidate, worth
-            later = now + candidate.load / 2
-            ask_at = later if ask_at is None else min(later, ask_at)
-        if best is None:
-            return Prefetch(None, (), ask_at)
-        worths = sorted(
-            ((self._worth(h, now), h.used, h.number, h) for h in holders if h.model != best.model and not h.is_wanted),
-            key=lambda entry: entry[:3],
-        )
-        victims = [entry[3] for entry in worths if entry[0] + PREFETCH_MARGIN < best_worth]
-        return Prefetch(best.model, victims, ask_at)
+            if begin <= now:
+                soon.append(candidate)
+            ask_at.append(max(begin, now + candidate.load / 2))
+        if not soon:
+            return Prefetch(None, (), min(ask_at, default=None))
+        best = max(soon, key=lambda candidate: self._worth(candidate, now))
+        enough = self._worth(best, now) - PREFETCH_MARGIN
+        victims = [h for h in holders if h.model != best.model and not h.is_wanted and self._worth(h, now) < enough]
+        return Prefetch(best.model, sorted(victims, key=lambda h: self._order_to_go(h, now)), min(ask_at))
 
     def _rank(self, want: Want, now: float) -> tuple[float, ...]:
         if now >= want.due:
             return 0, want.due, want.number
-        urgent = want.slack is not None and 0 <= want.slack <= want.load + want.run
-        if urgent:
-            return 1, -want.priority, want.slack or 0.0, want.number
+        if want.slack is not None and 0 <= want.slack <= want.load + want.run:
+            return 1, -want.priority, want.slack, want.number
         stay = STAY if want.is_next else 1.0
         return 2, -want.priority, -stay * want.queue / (want.load + want.run + INSTANT), want.number
+
+    def _may_go(self, holder: Holder, want: Want, now: float) -> bool:
+        if holder.is_wanted:
+            return holder.missing > 0.0
+        return want.waited >= self._return_cost(holder, now)
+
+    def _order_to_go(self, holder: Holder, now: float) -> tuple[float, float, int]:
+        return self._worth(holder, now), holder.used, holder.number
+
+    def _worth(self, holder: Holder, now: float) -> float:
+        """Of keeping it: its value, more for what goes first, and half for a copy."""
+        if holder.is_wanted:
+            return 1.0
+        if holder.history is None:
+            return 0.0
+        value = holder.history.value(now, max(SHORTEST_PATIENCE, PATIENCE * holder.load))
+        return value * 2.0**holder.priority / (2 if holder.is_copy else 1)
 
     def _return_cost(self, holder: Holder, now: float) -> float:
         """Seconds that will be waited for it if it goes: for its load, by all who come meanwhile."""
@@ -103,16 +105,4 @@ class Gswapd(Policy):
         if history is None:
             return 0.0
         value = history.value(now, max(SHORTEST_PATIENCE, COST_PATIENCE * holder.load))
-        return RETURN_WEIGHT * value * holder.load * (1.0 + RATE_WEIGHT * holder.load * history.rate(now))
-
-    def _worth(self, holder: Holder, now: float) -> float:
-        """Of the next page of it that would go, or come: the more of it is missing, the more will wait for it."""
-        return self._value(holder, now) * (1.0 + SPREAD * holder.missing) * 2.0**holder.priority
-
-    def _value(self, holder: Holder, now: float) -> float:
-        if holder.is_wanted:
-            return 1.0
-        if holder.history is None:
-            return 0.0
-        value = holder.history.value(now, max(SHORTEST_PATIENCE, PATIENCE * holder.load))
-        return value / 2 if holder.is_copy else value
+        return value * holder.load * (1.0 + holder.load * history.rate(now) / 2)

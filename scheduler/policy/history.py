@@ -10,38 +10,44 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from math import exp
+from math import exp, log2
 
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
 
-BELIEVED = 8
-PRIOR = 1.0
 DOUBT = 3.0
-"""Gaps that are taken to be endless beside those that are remembered, so that a few of them are not believed."""
+"""Gaps that are guessed beside those that are remembered, so that the last few of them are not believed too much.
+
+The guess falls with the time since the last request, so that of models of which little is known, the least recently
+used is worth least. """
+
+BELIEVED = 8
+"""Gaps that must still be possible for a next use to be told from them."""
 
 
 class History:
     """The requests of one model, as far as policy needs them."""
 
-    __slots__ = ("_gaps", "_sorted", "_tails", "first", "last")
+    __slots__ = ("_gaps", "_since", "_sorted", "_tails", "last")
 
     def __init__(self) -> None:
-        self.first: float | None = None
+        self._since = 0.0  # the request before the first gap that is remembered
         self.last: float | None = None
         self._gaps: deque[float] = deque()
         self._sorted: list[float] = []
-        self._tails: dict[float, list[float]] = {}  # patience, sums of exp(−gap / patience) from each gap on
+        self._tails: dict[float, list[float]] = {}  # patience → sums of exp(−gap / patience), from each gap on
 
     def arrived(self, now: float) -> None:
         if self.last is None:
-            self.first = now
+            self._since = now
         else:
             gap = now - self.last
             self._gaps.append(gap)
             insort(self._sorted, gap)
             if len(self._gaps) > GAPS:
-                del self._sorted[bisect_right(self._sorted, self._gaps.popleft()) - 1]
+                oldest = self._gaps.popleft()
+                self._since += oldest
+                del self._sorted[bisect_right(self._sorted, oldest) - 1]
             self._tails = {}
         self.last = now
 
@@ -50,20 +56,21 @@ class History:
         if self.last is None:
             return 0.0
         elapsed = now - self.last
+        patience = 2.0 ** (round(4.0 * log2(patience)) / 4.0)  # measured times vary; few sums are kept
+        known = len(self._sorted)
         begin = bisect_right(self._sorted, elapsed)
-        count = len(self._sorted) - begin
-        seen = len(self._sorted)
-        prior = DOUBT * PRIOR / (1.0 + elapsed / patience) * seen / (seen + DOUBT)
-        if count == 0:
-            return prior / DOUBT
+        guess = known / (known + DOUBT) / (1.0 + elapsed / patience)
+        if begin == known:
+            return guess
         tails = self._tails.get(patience)
         if tails is None:
-            sums, total = [0.0] * len(self._sorted), 0.0
-            for index in range(len(self._sorted) - 1, -1, -1):
+            tails, total = [0.0] * known, 0.0
+            for index in range(known - 1, -1, -1):
                 total += exp(-self._sorted[index] / patience)
-                sums[index] = total
-            tails = self._tails[patience] = sums
-        return min(1.0, (exp(min(50.0, elapsed / patience)) * tails[begin] + prior) / (count + DOUBT))
+                tails[index] = total
+            self._tails[patience] = tails
+        seen = exp(min(50.0, elapsed / patience)) * tails[begin]
+        return min(1.0, (seen + DOUBT * guess) / (known - begin + DOUBT))
 
     def next_use(self, now: float) -> float | None:
         """When the next request may come: at the median of the gaps that are still possible. None: cannot be told."""
@@ -76,6 +83,4 @@ class History:
 
     def rate(self, now: float) -> float:
         """Requests a second, lately."""
-        if not self._gaps or self.last is None:
-            return 0.0
-        return len(self._gaps) / max(1e-6, sum(self._gaps) + now - self.last)
+        return len(self._gaps) / max(1e-6, now - self._since) if self._gaps else 0.0

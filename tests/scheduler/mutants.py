@@ -174,15 +174,9 @@ MUTANTS = [
         "float('inf'),",
     ),
     Mutant(
-        "an overdue demand does not hold busy models back",
-        "scheduler.core.group_plan",
-        "        self._held_back.update(chosen)\n",
-        "",
-    ),
-    Mutant(
         "KV granted beyond need is never taken back",
         "scheduler.core.group_plan",
-        "            self._take_back(surplus, short)\n",
+        "            self._take_back(surplus, room.short)\n",
         "",
     ),
     Mutant(

@@ -1,9 +1,9 @@
 """The asking side: this worker's connection to one neighbour, whose frames it reads and whose link it may use.
 
-A question that is not answered within `PATIENCE` is given up, and whoever asked goes another way; nothing more is asked
-until every question that was given up has been answered, which proves that the neighbour lives, and for a second more;
-for twice as long each time that it happens again. What is lent too late is returned unread. A neighbour that refuses to
-stage, because it pages in itself, is not asked to for `REST`.
+A question that is not answered within `PATIENCE` is given up, and whoever asked goes another way. Nothing more is asked
+until every question that was given up has been answered, which proves that the neighbour lives; and, unless it was only
+late to say what it holds, for a second more, and for twice as long each time that it is late again. What is lent too
+late is returned unread. A neighbour that refuses to stage, because it pages in itself, is not asked to for `REST`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class NotLent(GswapdError):
 class _Question:
     deadline: float
     answer: Callable[[Message | None], None]  # None: refused, or given up
+    is_grave: bool  # whether it costs trust to be late with it
 
 
 class PeerLink:
@@ -175,7 +176,7 @@ class PeerLink:
             if not self.is_usable:
                 return False
             number = next(self._ids)
-            self._questions[number] = _Question(time.monotonic() + patience, answer)
+            self._questions[number] = _Question(time.monotonic() + patience, answer, patience >= PATIENCE)
             is_first = len(self._questions) == 1 or patience < PATIENCE
         assert self._channel is not None
         self._send(message(number))  # if that fails, the connection's end answers
@@ -336,7 +337,7 @@ class PeerLink:
             late = [number for number, question in self._questions.items() if question.deadline <= now]
             overdue = [self._questions.pop(number) for number in late]
             self._given_up.update(late)
-            if late:
+            if any(question.is_grave for question in overdue):
                 self._trusted_from = now + min(FIRST_DISTRUST * 2**self._lapses, MOST_DISTRUST)
                 self._lapses += 1
         for question in overdue:

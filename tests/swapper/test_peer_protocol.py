@@ -125,7 +125,9 @@ def test_what_cannot_be_staged_is_refused(station: Station, message: Stage) -> N
             tier = station.directory / "tier"
             tier.write_bytes(bytes(2 * PAGE))
             channel.send(Offer(str(tier), 0, 2 * PAGE))
-            until(lambda: next(iter(station.peers._server._serving))._source is not None)  # type: ignore[union-attr]
+            server = station.peers._server
+            assert server is not None
+            until(lambda: any(its._source is not None for its in tuple(server._serving)))
         channel.send(message)
         assert hear(channel, Refused).id == 1
 

@@ -16,7 +16,8 @@ from engine.recorder import Recording
 from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
 from server.background import Act
 from server.errors import ApiError
-from server.openai.schemas import Part, parse
+from server.openai.messages import Part
+from server.openai.schemas import parse
 from server.reload import reload
 from server.service import Service, service_of
 from swapper.errors import ModelNotFound, Refused, WorkerError
@@ -107,6 +108,9 @@ async def _record(request: Request, group: str, on: bool) -> Sequence[Recording 
 
 @router.post("/models/{name:path}/load")
 async def load(request: Request, name: str, wait: bool = True) -> Response:
+    """What an earlier request's `keep_alive` said is over: the model stays."""
+    catalog = service_of(request).catalog
+    catalog.keep_alive((await catalog.find(name)).name, None)
     return await _act(request, name, "load", service_of(request).scheduler.load, wait)
 
 

@@ -194,8 +194,8 @@ async def _move(
     if keep_alive == 0:
         await while_connected(request, service.scheduler.evict(model.name))
     else:
+        service.catalog.keep_alive(model.name, keep_alive)  # before: an earlier request's 0 would take it away at once
         await while_connected(request, service.scheduler.load(model.name))
-        service.catalog.keep_alive(model.name, keep_alive)
     reason = "unload" if keep_alive == 0 else "load"
     answer = {"model": name, "created_at": now(), **fields, "done": True, "done_reason": reason}
     return Response(orjson.dumps(answer), media_type="application/json")

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.keep_alive import KeepAlive
-from server.openai.schemas import MAX_INPUTS, MAX_LOGPROBS, MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS, Part, Tool
+from server.openai.messages import Part, Tool, listed
+from server.openai.schemas import MAX_INPUTS, MAX_LOGPROBS, MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 
 NO_EFFECT = frozenset(
     ("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
@@ -47,7 +48,7 @@ class Options(Part):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Field(max_length=MAX_STOPS),
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        BeforeValidator(listed),
     ] = Field(default=[])
 
     @model_validator(mode="before")
@@ -175,7 +176,7 @@ class EmbedRequest(Part):
     input: Annotated[
         list[str],
         Field(min_length=1, max_length=MAX_INPUTS),
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        BeforeValidator(listed),
     ]
     truncate: bool = True
     dimensions: int | None = Field(default=None, ge=1)

@@ -6,24 +6,31 @@ A parameter of the OpenAI API that is not supported is still taken with the valu
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, Tag, ValidationError, model_validator
 
 from server.errors import ApiError, invalid_request
 from server.keep_alive import KeepAlive
+from server.openai.messages import (
+    LIST,
+    OBJECT,
+    TEXT,
+    Message,
+    NamedTool,
+    Part,
+    Prompt,
+    ResponseFormat,
+    StreamOptions,
+    Tokens,
+    Tool,
+    choice_shape,
+    drop_neutral,
+    listed,
+    one_of,
+    shape_of,
+)
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
@@ -50,175 +57,6 @@ MAX_BIASES = 1024
 INT64 = 1 << 63
 
 
-def _drop(values: object, neutral: dict[str, tuple[object, ...]]) -> object:
-    if not isinstance(values, dict):
-        return values
-    return {k: v for k, v in values.items() if v is not None and not _is_one_of(v, neutral.get(k, ()))}
-
-
-def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in neutral)  # to Python, True == 1
-
-
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _parsed_json(value: object) -> object:
-    """JSON in a string, as the OpenAI API writes the arguments of calls, and templates do not want them."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise PydanticCustomError("json", "must be an object, as JSON in a string") from None
-
-
-TEXT, TOKENS, LIST, OBJECT = "<text>", "<tokens>", "<list>", "<object>"
-"""What a value is taken for, so that a problem is told of what was meant. As no parameter can be called:
-`errors.invalid_request` leaves these out of names."""
-
-
-def _shape(value: object) -> str | None:
-    if isinstance(value, str):
-        return TEXT
-    if isinstance(value, list):
-        return TOKENS if value and isinstance(value[0], int | float) else LIST
-    return None
-
-
-def _choice_shape(value: object) -> str | None:
-    return OBJECT if isinstance(value, dict | NamedTool) else _shape(value)
-
-
-def _content_shape(value: object) -> str | None:
-    return LIST if isinstance(value, list) else _shape(value)
-
-
-def _one_of(shape: Callable[[object], str | None], names: str) -> Discriminator:
-    return Discriminator(shape, custom_error_type="shape", custom_error_message=f"must be {names}")
-
-
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(TOKENS)]
-Prompt = Annotated[Annotated[str, Tag(TEXT)] | Tokens, _one_of(_shape, "text or a list of tokens")]
-
-_MEDIA = {"image_url": "images", "input_image": "images", "input_audio": "audio", "file": "files"}
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    def check(self) -> None:
-        """What concerns several parameters at once. Raises ApiError naming the one to change."""
-
-
-class StreamOptions(Part):
-    include_usage: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, values: object) -> object:
-        return _drop(values, {"include_obfuscation": (False,)})
-
-
-class TextPart(Part):
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_media(cls, values: object) -> object:
-        kind = values.get("type") if isinstance(values, dict) else None
-        if isinstance(kind, str) and kind in _MEDIA:
-            raise PydanticCustomError("media", "{media} are not supported, only text is", {"media": _MEDIA[kind]})
-        return values
-
-
-class Function(Part):
-    """A function that a model may call. `parameters` is a JSON schema."""
-
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Part):
-    type: Literal["function"]
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
-
-    def checked(self) -> dict[str, Any]:
-        """What calls are held to: of a function that is not strict, nothing but that they are calls."""
-        return self.for_template() if self.function.strict else {"function": {"name": self.function.name}}
-
-
-class NamedFunction(Part):
-    name: str
-
-
-class NamedTool(Part):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class CalledFunction(Part):
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed_json)]
-
-
-class Call(Part):
-    """A call that the assistant made earlier."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(Part):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)],
-        _one_of(_content_shape, "text or a list of parts"),
-    ]
-    name: str | None = None
-    tool_calls: list[Call] = []
-    tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, values: object) -> object:
-        # What clients send back with an assistant's message as they got it.
-        values = _drop(values, {"annotations": ([],)})
-        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("tool_calls"):
-            values.setdefault("content", "")
-        return values
-
-    def for_template(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_defaults=True)
-        return {"role": role, "content": text, **more}
-
-
-class JsonSchema(Part):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Part):
-    """What an answer must be. `text` has been dropped before: it is what there is without it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def schema(self) -> dict[str, Any]:  # type: ignore[override]  # pydantic's own of that name is long deprecated
-        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-
-
 class Generate(Part):
     """What chat and text completions share. None means: the model's default."""
 
@@ -242,8 +80,8 @@ class Generate(Part):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Field(max_length=MAX_STOPS),
-        BeforeValidator(_listed),
-    ] = []
+        BeforeValidator(listed),
+    ] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions | None = None
     timeout: float | None = Field(default=None, gt=0, description="seconds that it may wait for its first token")
@@ -255,7 +93,7 @@ class Generate(Part):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: object) -> object:
-        return _drop(values, NEUTRAL)
+        return drop_neutral(values, NEUTRAL)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -292,7 +130,7 @@ class ChatRequest(Generate):
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
-        _one_of(_choice_shape, "none, auto, required, or a function's name in an object"),
+        one_of(choice_shape, "none, auto, required, or a function's name in an object"),
     ] = "auto"
     parallel_tool_calls: bool = True
 
@@ -339,7 +177,7 @@ class CompletionRequest(Generate):
         Annotated[str, Tag(TEXT)]
         | Tokens
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES), Tag(LIST)],
-        _one_of(_shape, "text, a list of tokens, or a list of such prompts"),
+        one_of(shape_of, "text, a list of tokens, or a list of such prompts"),
     ]
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -372,7 +210,7 @@ class EmbeddingsRequest(Part):
         Annotated[str, Tag(TEXT)]
         | Tokens
         | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS), Tag(LIST)],
-        _one_of(_shape, "text, a list of tokens, or a list of such inputs"),
+        one_of(shape_of, "text, a list of tokens, or a list of such inputs"),
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)

@@ -29,7 +29,7 @@ def lark_grammar(text: str, param: str) -> str:
 
 def grammar_of(body: Generate) -> str | None:
     """Of the answer's format, if the request asks for one. Raises ApiError."""
-    return None if body.response_format is None else json_grammar(body.response_format.schema, "response_format")
+    return None if body.response_format is None else json_grammar(body.response_format.wanted_schema, "response_format")
 
 
 def _checked(grammar: str, param: str) -> str:

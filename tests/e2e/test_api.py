@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
+import ollama
 import pytest
 import torch
 from openai import BadRequestError, OpenAI
@@ -23,7 +25,6 @@ from swapper.store import Store
 from tests.e2e.client import Client
 from tests.encoders import TEXTS, minilm, reference
 from tests.server.test_tools import TEMPLATE, WEATHER
-from worker.add import add_model
 
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 PERSON = {
@@ -105,12 +106,15 @@ def test_a_schema_that_cannot_be_kept_is_refused(openai: OpenAI) -> None:
 
 
 @pytest.fixture(scope="module")
-def encoder(images: dict[str, Image], daemon: DaemonProcess) -> Iterator[str]:
-    """A model of another kind, added while the daemon serves."""
-    store, name = Store(images["smollm2"].path.parents[1]), "minilm"
-    add_model(store, minilm(), name)
-    yield name
-    store.remove(name)
+def encoder(daemon: DaemonProcess) -> Iterator[str]:
+    """A model of another kind, added while the daemon serves, by the daemon."""
+    name = "minilm"
+    with httpx.Client(base_url=daemon.url, timeout=120) as http:
+        answer = http.post("/admin/models", json={"source": str(minilm()), "name": name})
+        assert (answer.status_code, answer.json()["state"]) == (201, "added")
+        yield name
+        http.delete(f"/admin/models/{name}").raise_for_status()
+        assert http.get(f"/v1/models/{name}").status_code == 404
 
 
 def test_vectors_are_those_of_the_model_by_itself(openai: OpenAI, client: Client, encoder: str) -> None:
@@ -130,6 +134,29 @@ def test_many_texts_beside_a_stream(openai: OpenAI, client: Client, encoder: str
         answer = openai.embeddings.create(model=encoder, input=["word " * (n % 40) for n in range(200)])
         assert len(answer.data) == 200
         assert "".join(pieces)
+
+
+@pytest.fixture
+def speaker(daemon: DaemonProcess) -> Iterator[ollama.Client]:
+    client = ollama.Client(host=daemon.url, timeout=120)
+    yield client
+    client._client.close()
+
+
+def test_ollamas_client_chats_and_lets_a_model_go(speaker: ollama.Client, client: Client) -> None:
+    *chunks, last = speaker.chat(model="smollm2:latest", messages=CAPITAL, options={"temperature": 0}, stream=True)
+    assert "".join(chunk.message.content or "" for chunk in chunks) == "The capital of France is Paris."
+    assert last.done_reason == "stop"
+    assert "smollm2" in {model.model for model in speaker.ps().models}
+    speaker.generate(model="smollm2", prompt="Hi", options={"num_predict": 1}, keep_alive=0)
+    client.until(lambda: client.models()["smollm2"]["state"] == "absent")
+    assert speaker.generate(model="smollm2").done_reason == "load"
+    assert client.models()["smollm2"]["state"] == "resident"
+
+
+def test_ollamas_client_embeds(speaker: ollama.Client, encoder: str) -> None:
+    found = torch.tensor(speaker.embed(model=encoder, input=list(TEXTS)).embeddings)
+    assert (found - reference(TEXTS)).abs().max() < 1e-5
 
 
 @pytest.fixture(scope="module")

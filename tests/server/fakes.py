@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +100,7 @@ class FakeScheduler:
         self.cancellation = threading.Event()
         self.refusals: dict[str, Refused] = {}  # by action: load, evict, pin, unpin
         self.jobs: list[tuple[str, str]] = []
+        self.on_job: Callable[[], object] = lambda: None
         self.held_jobs: asyncio.Event | None = None
         self.kv_room: Room | None = None
         self.stages: Mapping[str, float] = {}
@@ -177,6 +178,7 @@ class FakeScheduler:
 
     async def _job(self, action: str, model: str) -> None:
         self.jobs.append((action, model))
+        self.on_job()
         if action in self.refusals:
             raise self.refusals[action]
         if self.held_jobs is not None:

@@ -25,6 +25,14 @@ from tests.server.test_chat import HELLO, script
 from tests.server.test_tools import CALLS, TEMPLATE, WEATHER
 
 
+@pytest.fixture(autouse=True)
+def restored(server: ServerThread) -> Iterator[None]:
+    """What is in memory is nobody else's business."""
+    yield
+    if "smol" in server.scheduler.statuses:
+        server.scheduler._change("smol", state="absent", group=None, resident_pages=0, resident_bytes=0)
+
+
 @pytest.fixture
 def client(server: ServerThread) -> Iterator[ollama.Client]:
     client = ollama.Client(host=server.url, timeout=20)
@@ -197,6 +205,17 @@ def test_keep_alive_holds_until_the_next_request(client: ollama.Client, schedule
     client.chat(model="smol", messages=HELLO, keep_alive=10)
     client.chat(model="smol", messages=HELLO)
     assert ttl() is None
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/admin/models/smol/load"])
+def test_a_model_that_is_loaded_stays_whatever_was_said_before(
+    http: httpx.Client, scheduler: FakeScheduler, path: str
+) -> None:
+    http.post("/api/chat", json={"model": "smol", "messages": HELLO, "keep_alive": 0}).raise_for_status()
+    ttls: list[float | None] = []
+    scheduler.on_job = lambda: ttls.append(scheduler.served["smol"].ttl)
+    http.post(path, json={"model": "smol"}).raise_for_status()
+    assert (scheduler.jobs, ttls) == ([("load", "smol")], [None])  # already when the load begins
 
 
 def test_keep_alive_is_taken_from_openais_clients_too(http: httpx.Client, scheduler: FakeScheduler) -> None:

@@ -54,6 +54,7 @@ def test_models_tell_their_state(http: httpx.Client, scheduler: FakeScheduler) -
         "oldest_wait": 0.0,
         "places": [],
         "aliases": ["tiny", "gpt-4o"],
+        "profiled": None,
         "last_load": {
             "at": 1.5,
             "group": "default",

@@ -184,8 +184,8 @@ def all_at_once(processes: Sequence[Process], *words: object) -> list[Any]:
 
 
 def bars(samples: dict[str, list[float]], gpus: int) -> list[Bar]:
-    """Of the larger pages: while a link is busy, a GPU maps one at a time, small or large."""
-    size = f"{PAGE_SIZES[-1] >> 20} MiB pages: "
+    """Of the largest pages, which take the fewest mappings."""
+    size = max((name.partition(" ")[0] for name in samples), key=int) + " MiB pages: "
     median = {name.removeprefix(size): statistics.median(its) for name, its in samples.items() if name.startswith(size)}
     ratio = median["alone, s"] / median["fan-in, s"]
     limit = median["pinned copies side by side, GB/s"]

@@ -215,8 +215,7 @@ class Batcher:
         while budget > 0 and (newcomer := self._admit()) is not None:
             chunks.append(Chunk(newcomer, _chunk_length(newcomer, budget)))
             budget -= chunks[-1].length
-        if self._short_of_blocks:
-            self._want_more()
+        self._want_more()
         return _step(chunks) if chunks else None
 
     def plan_ahead(self, step: Step) -> Step | None:
@@ -231,6 +230,7 @@ class Batcher:
             return None
         if any(len(s.tokens) + 1 >= s.limit or s.request.sampling.looks_back for s in sequences):
             return None
+        self._want_more()
         for sequence in sequences:
             missing = kv_blocks(len(sequence.tokens) + 1) - len(sequence.blocks)
             if missing > 0:
@@ -333,9 +333,14 @@ class Batcher:
         insort(self._waiting, sequence, key=_arrival)
 
     def _want_more(self) -> None:
-        """Say how many frames would do for all, once for each number, if that is more than the grant."""
+        """When blocks are short, or soon will be, say how many frames would do for all for a while.
+
+        Once for each number, if that is more than the grant. A decode that finds no block costs a sequence its place.
+        """
+        if not self._short_of_blocks and self._blocks.available >= 2 * len(self._running):
+            return
         candidates = islice(chain(self._running, self._waiting), self._max_sequences)
-        blocks = sum(sequence.blocks_wanted for sequence in candidates)
+        blocks = sum(sequence.blocks_foreseen for sequence in candidates)
         frames = self._blocks.frames_for(blocks)
         if frames > self._blocks.granted and frames != self._kv_wanted:
             self._kv_wanted = frames

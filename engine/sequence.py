@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from engine.kv_keeper import KeptKv
 
 
+FORESIGHT = 4
+"""Blocks of a sequence that memory is asked for ahead: 64 tokens take longer than a grant is on its way."""
+
+
 class Sequence:
     """Prompt and answer so far. `tokens[:computed]` have their keys and values in `blocks`, the rest is yet to run."""
 
@@ -73,6 +77,11 @@ class Sequence:
     def blocks_wanted(self) -> int:
         """Blocks for its tokens and one more for those to come, but not more than it can ever fill."""
         return max(self.blocks_needed, min(self.blocks_needed + 1, kv_blocks(self.limit)))
+
+    @property
+    def blocks_foreseen(self) -> int:
+        """Blocks that it will have filled in a while, at most: what to ask for, before it is short of any."""
+        return max(self.blocks_needed, min(self.blocks_needed + FORESIGHT, kv_blocks(self.limit)))
 
     def append(self, token: int) -> FinishReason | None:
         """Take a sampled token; says whether the answer ends with it, or before it ("stop")."""

@@ -355,18 +355,37 @@ def test_more_frames_are_asked_for_once(pool: FramePool) -> None:
     bench.close()
 
 
+def test_frames_are_asked_for_so_early_that_a_grant_may_take_its_time(pool: FramePool) -> None:
+    """A dozen passes, planned ahead or not, and nobody has lost its place."""
+    for ahead in (0, 5):
+        bench = Bench(pool, granted=6)
+        bench.add(*(request(f"r{i}", prompt(30 + i, i), max_tokens=90) for i in range(4)))
+        bench.step()
+        grants, answered = 0, 0
+        while not bench.batcher.is_idle:
+            for _ in range(12 // (ahead + 1)):
+                bench.step(ahead)
+            if len(bench.reports.wanted) > answered:
+                answered = len(bench.reports.wanted)
+                grants += 1
+                bench.batcher.grant(bench.reports.wanted[-1], grants)
+        assert grants > 1
+        assert {part.length for batch in bench.model.batches[2:] for part in batch.slices} == {1}
+        bench.close()
+
+
 def test_a_lone_sequence_that_does_not_fit_waits_for_a_larger_grant(pool: FramePool) -> None:
     bench = Bench(pool, granted=0)
     bench.add(request("a", prompt(30), max_tokens=40))
     assert bench.step() is None
     assert bench.step() is None
-    assert bench.reports.wanted == [2]
+    assert bench.reports.wanted == [3]
     bench.batcher.grant(1, 1)
     assert bench.step() is not None
     while bench.step() is not None:
         pass
     assert bench.reports.answer("a") == continuation(prompt(30), 3)  # 32 tokens have their keys and values
-    assert bench.reports.wanted == [2, 2]
+    assert bench.reports.wanted == [3, 3]
     bench.batcher.grant(5, 2)
     bench.run()
     assert bench.reports.answer("a") == continuation(prompt(30), 40)

@@ -33,13 +33,13 @@ from swapper.store import Store
 from worker.add import add_model
 
 RATE = 2000.0
-SECONDS = 20.0
+SECONDS = 16.0
 TOKENS = 100
 TARGETS = {"spread": (2.0, 10.0), "burst": (15.0, 30.0)}  # milliseconds: median, p99
 RAMP = (4000, 6000, 8000, 12000, 16000)
 RAMP_SECONDS = 8.0
 LATE_MS = 100.0
-WARM_UP = 0.2  # share of the tokens that is left out: connections are opened, tokenizers made
+WARM_UP = 1.0  # seconds left out, after the last client has come
 
 Kind = Literal["gswapd", "starlette"]
 
@@ -94,10 +94,15 @@ def run(kind: Kind, place: Path, rate: float, burst: bool, seconds: float) -> Ru
         server.send_signal(signal.SIGTERM)
         server.wait(60)
     told, client = (json.loads((place / f"{name}.json").read_text()) for name in ("fed", "came"))
-    pairs = sorted(
-        pair for name, times in client["came"].items() for pair in zip(told["fed"][name], times, strict=True)
+    began, ended = client["whole"]
+    kept = np.array(
+        sorted(
+            (fed, came)
+            for name, times in client["came"].items()
+            for fed, came in zip(told["fed"][name], times, strict=True)
+            if began + WARM_UP < fed < ended
+        )
     )
-    kept = np.array(pairs[int(WARM_UP * len(pairs)) :])
     pace = float(len(kept) / (kept[-1, 0] - kept[0, 0]))
     return Run(1e3 * (kept[:, 1] - kept[:, 0]), pace, told["cpu"] / wall, client["cpu"] / wall)
 

@@ -3,7 +3,7 @@
     python -m bench.http_client HOST:PORT SECONDS TOKENS FILE
 
 It does as little as can be done for a token: it takes the time of a read and counts the tokens in it. At the end it
-writes to FILE when each token came of each answer that was complete.
+writes to FILE when each token came of each answer that was complete, and from when until when all clients were at it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Client(asyncio.Protocol):
                 self.ended.set_exception(error)
 
 
-async def main(address: str, seconds: float, tokens: int) -> dict[str, list[float]]:
+async def main(address: str, seconds: float, tokens: int) -> tuple[dict[str, list[float]], list[float]]:
+    """When each answer's tokens came; and from when until when all clients were at it."""
     host, _, port = address.partition(":")
     came: dict[str, list[float]] = {}
     until = time.monotonic() + seconds
@@ -86,12 +87,13 @@ async def main(address: str, seconds: float, tokens: int) -> dict[str, list[floa
         _, client = await loop.create_connection(lambda: Client(address, tokens, came, until), host, int(port))
         clients.append(client)
         await asyncio.sleep(random.uniform(0, 2 * min(5.0, seconds / 4) / STREAMS))
+    began = time.monotonic()
     await asyncio.wait_for(asyncio.gather(*(client.ended for client in clients)), 4 * seconds + 60)
-    return came
+    return came, [began, until]
 
 
 if __name__ == "__main__":
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    answers = uvloop.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))
+    answers, whole = uvloop.run(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))
     spent = resource.getrusage(resource.RUSAGE_SELF)
-    Path(sys.argv[4]).write_text(json.dumps({"came": answers, "cpu": spent.ru_utime + spent.ru_stime}))
+    Path(sys.argv[4]).write_text(json.dumps({"came": answers, "whole": whole, "cpu": spent.ru_utime + spent.ru_stime}))

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-UNTOLD = ("/healthz", "/readyz", "/metrics", "/page/")
-"""Paths that are asked again and again; their requests get no line in the log."""
+UNTOLD = ("/healthz", "/readyz", "/metrics", "/page/", "/admin/")
+"""What is asked for again and again, by GET, gets no line in the log."""
 
 current: ContextVar[str] = ContextVar("request id", default="")
 
@@ -46,7 +46,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, labelled)
         finally:
-            if not scope["path"].startswith(UNTOLD):
+            if scope["method"] != "GET" or not scope["path"].startswith(UNTOLD):
                 spent = time.perf_counter() - began
                 logger.info("%s %s %s in %.3f s", scope["method"], scope["path"], status or "unanswered", spent)
             current.reset(token)

@@ -32,13 +32,13 @@ function bytes(count) {
   for (; count >= 1000 && unit < units.length - 1; unit++) count /= 1000;
   return `${unit ? count.toFixed(1) : count} ${units[unit]}`;
 }
-const seconds = (value) => (value < 1 ? `${Math.round(1000 * value)} ms` : value < 100 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`);
+const seconds = (value) => (value < 1 ? `${Math.round(1000 * value)}\u00a0ms` : value < 100 ? `${value.toFixed(1)}\u00a0s` : `${Math.round(value / 60)}\u00a0min`);
 const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hour12: false });
 const reasons = { memory: "to make room", idle: "at the end of its time", evicted: "as asked", removed: "removed from the store" };
 
 function shares(sources) {
   const all = Object.values(sources).reduce((sum, part) => sum + part, 0);
-  return Object.entries(sources).map(([name, part]) => `${name.replace("_", " ")} ${Math.round((100 * part) / all)} %`).join(", ");
+  return Object.entries(sources).map(([name, part]) => `${name.replace("_", " ")} ${Math.round((100 * part) / all)}\u00a0%`).join(", ");
 }
 
 // ---- the state

@@ -41,7 +41,7 @@ def test_a_request_is_one_line_of_the_log_and_looks_at_metrics_are_none(
 ) -> None:
     caplog.set_level(logging.INFO, logger="server.request_id")
     http.post("/v1/completions", json={**BODY, "model": "unknown"})
-    for path in ("/metrics", "/healthz", "/page/style.css"):
+    for path in ("/metrics", "/healthz", "/page/style.css", "/admin/decisions"):
         http.get(path).raise_for_status()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "server.request_id"]
     assert re.fullmatch(r"POST /v1/completions 404 in \d+\.\d{3} s", line)

@@ -137,7 +137,7 @@ def test_swaps_are_drawn_and_told_as_they_happen(page: Browser, house: ServerThr
 
     house.call(happen())
     page.until(lambda: len(page.all("#happened li")) == 2)
-    out, loaded = (entry.text.replace("\n", " ") for entry in page.all("#happened li"))
+    out, loaded = (entry.text.replace("\n", " ").replace("\u00a0", " ") for entry in page.all("#happened li"))
     assert loaded.endswith("smol paged in 4 pages in 1.5 s from disk 75 %, alias 25 %")
     assert out.endswith("tuned gave up 4 pages to make room, unused for 12.0 s")
     assert len(page.all(".track .bar.in")) == len(page.all(".track .bar.out")) == 1

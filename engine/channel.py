@@ -10,6 +10,7 @@ import hmac
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,9 @@ from swapper.errors import WorkerError
 
 SEND_TIMEOUT = 10.0
 """Seconds within which a message must leave this process: a peer that reads nothing for so long is lost."""
+
+HELLO_TIMEOUT = 2.0
+"""Seconds in which whoever connects must have said who it is: it has nothing to wait for."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -62,10 +66,18 @@ class Channel:
         self._connection.close()
 
     def _read(self, count: int) -> bytes:
-        data = self._connection.recv(count, socket.MSG_WAITALL)
-        if len(data) < count:
+        return _read(self._connection, count)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes, which may come in parts: a signal, or a time-out on the socket, cuts MSG_WAITALL short."""
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data), socket.MSG_WAITALL)
+        if not part:
             raise ConnectionResetError("the connection was closed")
-        return data
+        data += part
+    return data
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -73,17 +85,24 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def accept(listener: socket.socket, token: str, ranks: int, timeout: float) -> dict[int, Channel]:
-    """Wait for ranks 1 … `ranks` - 1, which prove themselves by the token. Raises WorkerError, OSError."""
+    """Wait `timeout` seconds for ranks 1 … `ranks` - 1, which prove themselves by the token. Whoever else connects is
+    sent away. Raises WorkerError, OSError."""
     channels: dict[int, Channel] = {}
-    listener.settimeout(timeout)
+    end = time.monotonic() + timeout
     while len(channels) < ranks - 1:
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError(f"{ranks - 1 - len(channels)} ranks did not come within {timeout:g} s")
+        listener.settimeout(left)
         connection, _ = listener.accept()
-        connection.settimeout(timeout)
-        hello = connection.recv(len(token) + 4, socket.MSG_WAITALL)
-        if not hmac.compare_digest(hello[4:], token.encode()):
+        connection.settimeout(HELLO_TIMEOUT)
+        try:
+            hello = _read(connection, len(token) + _LENGTH.size)
+        except OSError:
+            hello = b""
+        if not hmac.compare_digest(hello[_LENGTH.size :], token.encode()):
             connection.close()
             continue
-        (rank,) = _LENGTH.unpack(hello[:4])
+        (rank,) = _LENGTH.unpack(hello[: _LENGTH.size])
         if not 0 < rank < ranks or rank in channels:
             raise WorkerError(f"two workers say that they are rank {rank} of a mesh of {ranks}")
         channels[rank] = Channel(connection)

@@ -76,9 +76,11 @@ class Recorder:
     def end(self) -> Recording:
         """Record no more, and hand over what there is; nothing if it was off."""
         with self._lock:
+            if not self.on:
+                return Recording(0.0, (), 0, {})
             self.on = False
             spans, self._spans = self._spans, []
-            return Recording(time.perf_counter() - self._began, tuple(spans), self._dropped, dict(self._peaks))
+            return Recording(time.perf_counter() - self._began, tuple(spans), self._dropped, self._peaks)
 
     def add(
         self,

@@ -346,7 +346,7 @@ class ModelRunner:
         if self._turn.wanted:
             began = time.perf_counter()
             self._turn.hand_on()
-            self._giving_way = time.perf_counter() - began
+            self._giving_way += time.perf_counter() - began
 
     def _complete(self, launched: _Launched) -> bool:
         """Wait for a step's tokens and report them. False if a step was launched behind it with other tokens."""
@@ -390,7 +390,7 @@ class ModelRunner:
             began = time.perf_counter()
             if self._turn.give_way():
                 self._may_give_way = False
-                self._giving_way = time.perf_counter() - began
+                self._giving_way += time.perf_counter() - began
         if led is not None:
             while not led.go_on(nbytes):
                 self._wait_for_pages(nbytes)

@@ -133,9 +133,10 @@ class Shard:
             recorder.begin()
             return None
         recording = recorder.end()
-        if traffic is None or self._moved_before is None:
+        before, self._moved_before = self._moved_before, None
+        if traffic is None or before is None:
             return recording
-        kinds = traffic.since(self._moved_before).kinds
+        kinds = traffic.since(before).kinds
         return replace(recording, moved={kind: (its.calls, its.nbytes) for kind, its in kinds.items()})
 
     def close(self) -> None:

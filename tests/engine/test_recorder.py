@@ -8,7 +8,7 @@ import pytest
 
 from engine import recorder as module
 from engine.engine import Engine
-from engine.recorder import Recorder
+from engine.recorder import Recorder, Recording
 from swapper.host_frames import HostFramePool
 from tests.engine.fakes import FakeModel, FakeShard, Reports, request
 
@@ -54,6 +54,15 @@ def test_nothing_is_kept_of_what_ran_before_or_after(engine: Engine, reports: Re
     engine.submit(request("after", [1], max_tokens=2))
     reports.wait_for("after")
     assert engine.recorder.end().spans == ()
+
+
+def test_a_recording_is_handed_over_once() -> None:
+    recorder = Recorder()
+    recorder.begin()
+    recorder.add("pass", "m", 0.0, 1.0)
+    recorder.peak(frames=3)
+    assert recorder.end().peaks == {"frames": 3}
+    assert recorder.end() == Recording(0.0, (), 0, {})
 
 
 def test_spans_are_bounded_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

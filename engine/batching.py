@@ -247,7 +247,7 @@ class Batcher:
         It took `computing` seconds and `paging` seconds of waiting for pages. Sequences that ended meanwhile, in a pass
         planned ahead, are left out.
         """
-        if self._keeper is not None:
+        if self._keeper is not None and len(step.batch.tokens) > len(step.chunks):  # not decodes alone
             self._keeper.computed(len(step.batch.tokens), computing)
         for chunk in step.chunks:
             sequence = chunk.sequence

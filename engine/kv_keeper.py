@@ -25,7 +25,7 @@ SMOOTHING = 0.3
 """Weight of the latest measurement."""
 
 PROMPT_PASS = 32
-"""Tokens of a pass from which on it tells what computing a prompt takes; smaller ones tell of decoding."""
+"""Tokens of a pass from which on it tells what computing a prompt takes; smaller ones tell of their constant costs."""
 
 
 class HostRoom:
@@ -71,7 +71,7 @@ class KvKeeper:
         self._token_seconds: float | None = None
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A pass of so many tokens took so long."""
+        """A pass of so many tokens, of prompts for the most part, took so long."""
         if tokens >= PROMPT_PASS:
             self._token_seconds = _smoothed(self._token_seconds, seconds / tokens)
 

@@ -82,6 +82,16 @@ class Bench:
         self.blocks.check()
         return None if first is None else first.batch
 
+    def abandon(self, ahead: bool) -> None:
+        """A pass that is given up before its tokens are known, and maybe one behind it."""
+        step = self.batcher.plan()
+        if step is not None:
+            choice = self.launch(step)
+            if ahead and (following := self.batcher.plan_ahead(step)) is not None:
+                self.launch(following, choice.tokens)
+        self.reports.emit(self.batcher.take_reports())
+        self.blocks.check()
+
     def launch(self, step: Step, tokens: torch.Tensor | None = None) -> Choice:
         return Choice(self.model.forward(step.batch, self.kv, lambda nbytes: None, tokens), step.rows())
 
@@ -498,6 +508,8 @@ Happenings = st.lists(
         st.tuples(st.just("add"), st.integers(1, 90), st.integers(1, 40)),
         st.tuples(st.just("cancel"), st.integers(0, 20), st.just(0)),
         st.tuples(st.just("grant"), st.integers(0, 12), st.just(0)),
+        st.tuples(st.just("suspend"), st.just(0), st.just(0)),
+        st.tuples(st.just("abandon"), st.just(0), st.integers(0, 1)),
         st.tuples(st.just("steps"), st.integers(1, 12), st.integers(0, 6)),
     ),
     max_size=25,
@@ -505,12 +517,14 @@ Happenings = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(happenings=Happenings, tokens=st.integers(1, 80), sequences=st.integers(1, 5))
+@given(happenings=Happenings, tokens=st.integers(1, 80), sequences=st.integers(1, 5), kept=st.integers(0, 8))
 def test_whatever_happens_answers_are_what_they_would_be_alone(
-    pool: FramePool, happenings: list[tuple[str, int, int]], tokens: int, sequences: int
+    pool: FramePool, happenings: list[tuple[str, int, int]], tokens: int, sequences: int, kept: int
 ) -> None:
-    bench = Bench(pool, granted=4, tokens=tokens, sequences=sequences)
+    room = HostRoom(kept * BYTES_PER_TOKEN * KV_BLOCK_TOKENS)
+    bench = Bench(pool, granted=4, tokens=tokens, sequences=sequences, room=room)
     asked: dict[str, GenerationRequest] = {}
+    suspended = False
     for epoch, (what, number, more) in enumerate(happenings):
         if what == "add":
             stops = frozenset(range(0, 97, number)) if number % 5 == 4 else frozenset()
@@ -520,12 +534,21 @@ def test_whatever_happens_answers_are_what_they_would_be_alone(
         elif what == "cancel":
             bench.batcher.cancel(f"r{number}")
         elif what == "grant":
-            bench.batcher.grant(number, epoch)
+            (bench.batcher.resume if suspended else bench.batcher.grant)(number, epoch)
+            suspended = False
+        elif what == "suspend":
+            bench.batcher.suspend(epoch)
+            suspended = True
+            assert bench.blocks.frames_held == 0
+        elif what == "abandon":
+            bench.abandon(ahead=bool(more))
         else:
             for _ in range(number):
                 bench.step(ahead=more)
-    bench.batcher.grant(kv_frames(130, BYTES_PER_TOKEN, PAGE), len(happenings))  # as much as the largest alone needs
+    enough = kv_frames(130, BYTES_PER_TOKEN, PAGE)  # for the largest alone
+    (bench.batcher.resume if suspended else bench.batcher.grant)(enough, len(happenings))
     bench.run()
+    assert room.free == kept * BYTES_PER_TOKEN * KV_BLOCK_TOKENS
     for name, one in asked.items():
         expected = continuation(one.prompt, one.sampling.max_tokens)
         stop = next((i for i, token in enumerate(expected) if token in one.sampling.stop_tokens), len(expected))

@@ -173,6 +173,16 @@ def test_suspending_twice_or_an_idle_model_loses_nothing(bench: Bench) -> None:
 # ---- what pays
 
 
+def test_decodes_do_not_tell_what_a_prompt_takes(pool: FramePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(KvKeeper, "computed", lambda self, tokens, seconds: told.append(tokens))
+    bench = Bench(pool, sequences=48, tokens=64)
+    bench.add(*(request(f"r{n}", prompt(2, n), max_tokens=4) for n in range(40)))
+    bench.run()
+    assert told == [64, 48]  # 32 prompts; then 8, behind 32 decodes; then decodes alone
+    bench.close()
+
+
 def keeper(pool: FramePool, room: HostRoom) -> tuple[KvKeeper, torch.Tensor]:
     region = pool.reserve(4 * PAGE)
     for page in range(4):

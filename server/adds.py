@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -63,7 +64,7 @@ class Adds:
         check_name(name)
         if name in Store(self._store).list():
             raise ApiError(409, f"A model named {name!r} is in the store; remove it first.", "model_exists", "name")
-        if not Path(source).is_dir():
+        if not os.path.isdir(source):  # false for what cannot be looked at, too
             raise ApiError(400, f"{source} is no directory of this machine.", "invalid_model", "source")
         self._current = add = Add(name, source, "adding", time.time())
         self.known.pop(name, None)
@@ -98,6 +99,8 @@ class Adds:
         except asyncio.CancelledError:
             add.state, add.error = "failed", "The daemon was stopped."
             raise
+        except Exception as error:  # noqa: BLE001 – it is told below, and to whoever asks
+            add.state, add.error, add.kind = "failed", f"Its process could not be followed: {error!r}.", "StoreError"
         finally:
             self._current = self._running = None
         if add.state == "added":

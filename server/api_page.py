@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from server.ollama import schemas as ollama
 from server.openai import schemas as openai
+from server.openai.structured import MAX_GRAMMAR
 from server.openai.tools import HERMES, LLAMA, MISTRAL
 from server.reload import LIVE
 
@@ -37,7 +38,7 @@ MEANINGS = {
     "n": "answers; each is computed for itself, its prompt too",
     "logit_bias": "by token id; of at most {max_length} tokens. Log-probabilities are told without it",
     "response_format": "`json_object`, or `json_schema` with any schema that llguidance can keep; always kept, `strict` or not",
-    "keep_alive": "not OpenAI's: how long the model stays once idle, until the next request; as Ollama has it (`5m`, 300, 0, -1)",
+    "keep_alive": "not OpenAI's: how long the model stays once idle, until the next request; as Ollama has it (`5m`, 300, 0; -1 or more than a century: for ever)",
     "stop": "up to {max_length} strings; the answer ends before the first",
     "stream": "",
     "stream_options": "`include_usage`",
@@ -81,7 +82,8 @@ is text. Arguments are held to their schema when a call is `required`, or a func
 
 ## JSON
 
-Kept by masking tokens, in the worker, with [llguidance](https://github.com/guidance-ai/llguidance). A schema with what it cannot keep is refused with the reason. At most 16 characters of white space
+Kept by masking tokens, in the worker, with [llguidance](https://github.com/guidance-ai/llguidance). A schema with what it cannot keep, or of more
+than {MAX_GRAMMAR} characters, is refused with the reason. At most 16 characters of white space
 stand between two parts. An answer that `max_tokens` cuts off is cut off JSON (`finish_reason` is `length`). The first answer of a model that needs a grammar
 waits about half a second, and the others of the model with it, while its tokenizer is prepared.
 

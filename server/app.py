@@ -17,7 +17,8 @@ from server.service import Service
 
 def create_app(service: Service) -> FastAPI:
     # No generated documentation: bodies are read by our own code, of which FastAPI knows no schema.
-    app = FastAPI(title="gswapd", openapi_url=None)
+    # Nor redirections, whose address would be made of the Host header.
+    app = FastAPI(title="gswapd", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in (models, chat, completions, embeddings):
         app.include_router(routes.router, prefix="/v1", dependencies=[Depends(client_key)])
@@ -56,7 +57,7 @@ class Admission:
             self._turned_away()
             message = f"The server is answering {self._limit} requests already; try again shortly."
             refusal = errors.ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
-            await refusal.response()(scope, receive, send)
+            await refusal.response(scope)(scope, receive, send)
             return
         self._inside += 1
         try:

@@ -18,11 +18,11 @@ async def client_key(request: Request) -> None:
 
 async def operator_key(request: Request) -> None:
     """The same for /admin. Where there is no key, other sites' pages are turned away."""
-    key = request.app.state.service.config.server.admin_key
-    if key is None:
-        same_origin(request)
-    else:
-        _check(request, key)
+    server = request.app.state.service.config.server
+    if server.admin_key is not None:
+        _check(request, server.admin_key)
+    elif is_elsewhere(request, server.host):
+        raise ApiError(403, "A page of another site asks for this. Set server.admin_key to let it.", "cross_origin")
 
 
 def _check(request: Request, key: SecretStr | None) -> None:
@@ -41,16 +41,17 @@ def _check(request: Request, key: SecretStr | None) -> None:
         )
 
 
-def same_origin(request: Request) -> None:
-    """For where there is no key: what another site's page has a visitor's browser ask comes from a machine
-    that is let in, but not from its owner.
+def is_elsewhere(request: Request, listening: str) -> bool:
+    """Whether another site's page has a visitor's browser ask: from a machine that is let in, but not by its owner.
+
+    Either the browser says so, or the site has given its own name this machine's address ("DNS rebinding"): nobody else
+    calls by a name what listens `listening` to this machine alone.
     """
-    origin = request.headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-        message = (
-            "A page of another site asks for this. Set server.admin_key, or have the proxy pass the Host header on."
-        )
-        raise ApiError(403, message, "cross_origin")
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    return is_loopback(listening) and not is_loopback(name.strip("[]"))
 
 
 def is_loopback(host: str) -> bool:

@@ -1,9 +1,9 @@
-"""Errors as HTTP answers: one table, and OpenAI's envelope for all of them.
+"""Errors as HTTP answers: one table, and OpenAI's envelope for nearly all of them.
 
     {"error": {"message": "…", "type": "…", "param": null, "code": "…"}}
 
 `message` is a sentence for a person, `code` a word for a program. The envelope is the same before an answer has begun
-and within a stream.
+and within a stream. Under `/api` stands Ollama's instead: {"error": "…"}.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class ApiError(GswapdError):
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        body = orjson.dumps(self.envelope())
-        return Response(body, self.status, dict(self.headers or {}), media_type="application/json")
+    def response(self, scope: Scope) -> Response:
+        """As the dialect of the request's path has it."""
+        said = {"error": str(self)} if scope["path"].startswith("/api/") else self.envelope()
+        return Response(orjson.dumps(said), self.status, dict(self.headers or {}), media_type="application/json")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -155,19 +156,20 @@ def _parameter(location: Sequence[int | str]) -> str:
 def register(app: FastAPI) -> None:
     """Have every error of an application answered from here."""
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.scope)
 
     async def no_route(request: Request, error: Exception) -> Response:
-        path = request.url.path
+        path = request.scope["path"]
         api_error = as_api_error(error)
         message = f"There is no {path} here." if api_error.status == 404 else f"{path} takes no {request.method}."
-        return ApiError(api_error.status, message, api_error.code, headers=api_error.headers).response()
+        return ApiError(api_error.status, message, api_error.code, headers=api_error.headers).response(request.scope)
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         """Of a path or query: bodies are validated by `server/openai/schemas.py`."""
         assert isinstance(error, RequestValidationError)
-        return invalid_request([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]).response()
+        problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+        return invalid_request(problems).response(request.scope)
 
     app.add_exception_handler(RequestValidationError, invalid)
     for kind in (GswapdError, HTTPException, ClientDisconnect):
@@ -200,4 +202,4 @@ class LastResort:
         except Exception as defect:  # noqa: BLE001 – logged there
             error = as_api_error(defect)
         if not began:
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)

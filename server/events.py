@@ -29,6 +29,7 @@ REMEMBERED = 256  # things that happened
 MAX_CLIENTS = 64
 MAX_BEHIND = 128  # events that wait for one client
 LOOK_INTERVAL = 0.25  # seconds
+MAX_DIGITS = 18  # of an id
 COMMENT_INTERVAL = 15.0  # seconds of silence after which a comment keeps proxies from closing a stream
 
 logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Events:
 
     def _number(self, last_id: str) -> int:
         run, _, number = last_id.partition("-")
-        return int(number) if run == self._run and number.isdecimal() else 0
+        return int(number) if run == self._run and number.isdecimal() and len(number) <= MAX_DIGITS else 0
 
     # ---- what happens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated
 
@@ -10,18 +9,19 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 FOREVER = -1.0
+LONGEST = 100 * 365 * 86400.0  # seconds: what is longer is for ever, and no date
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 
 
 def parse_duration(value: object) -> object:
-    """Seconds; -1 for a negative duration, which means for ever."""
+    """Seconds; -1 for ever, which is what a negative duration means."""
     if isinstance(value, str):
         value = _seconds(value.strip())
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise PydanticCustomError("duration", "must be seconds, or a duration like 5m")
-    return FOREVER if value < 0 else float(value)
+    return float(value) if 0 <= value <= LONGEST else FOREVER
 
 
 def _seconds(text: str) -> float | None:

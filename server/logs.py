@@ -22,6 +22,10 @@ class TextFormatter(logging.Formatter):
         record.request = f" [{identity}]" if identity else ""
         return super().format(record)
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """On one line, whatever a client had in its path, and with nothing that moves a terminal's cursor."""
+        return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in super().formatMessage(record)])
+
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+LOGGED = 256  # characters of a path
 UNTOLD = ("/healthz", "/readyz", "/metrics", "/page/", "/admin/")
 """What is asked for again and again, by GET, gets no line in the log."""
 
@@ -48,5 +49,6 @@ class RequestIds:
         finally:
             if scope["method"] != "GET" or not scope["path"].startswith(UNTOLD):
                 spent = time.perf_counter() - began
-                logger.info("%s %s %s in %.3f s", scope["method"], scope["path"], status or "unanswered", spent)
+                path = scope["path"][:LOGGED]
+                logger.info("%s %s %s in %.3f s", scope["method"], path, status or "unanswered", spent)
             current.reset(token)

@@ -142,9 +142,12 @@ class ModelTokenizer:
             raise ChatTemplateError(f"Model {self.model!r} has no chat template; use /v1/completions with it.")
         return str(template)
 
-    def encode_chat(self, chat: Chat) -> tuple[int, ...]:
-        """A conversation, up to where the assistant's answer begins. Raises ChatTemplateError."""
-        return self.encode(self.render(chat), rendered=True)
+    def encode_chat(self, chat: Chat, longest: int = sys.maxsize) -> tuple[int, ...] | str:
+        """A conversation, up to where the assistant's answer begins; where it has more characters than `longest`, its
+        text instead. Raises ChatTemplateError.
+        """
+        text = self.render(chat)
+        return text if len(text) > longest else self.encode(text, rendered=True)
 
     def render(self, chat: Chat) -> str:
         """The conversation as the text that the model was trained on. Raises ChatTemplateError."""
@@ -228,11 +231,11 @@ class Tokenizers:
     async def encode_chat(self, tokenizer: ModelTokenizer, chat: Chat, limit: int) -> tuple[int, ...]:
         """The same for a conversation; raises ChatTemplateError as well."""
         many = len(chat.messages) > LONG_CONVERSATION
-        if not many and sum(len(message["content"]) for message in chat.messages) <= LONG_TEXT:
-            return await self.run(tokenizer.encode_chat, chat)
         # How long it is shows when it is rendered: templates leave out what they like.
-        text = await (self._run_long if many else self.run)(tokenizer.render, chat)
-        return await self._encode_long(tokenizer, text, limit, rendered=True)
+        rendered = await (self._run_long if many else self.run)(tokenizer.encode_chat, chat, LONG_TEXT)
+        if isinstance(rendered, str):
+            return await self._encode_long(tokenizer, rendered, limit, rendered=True)
+        return rendered
 
     async def _encode_long(self, tokenizer: ModelTokenizer, text: str, limit: int, rendered: bool) -> tuple[int, ...]:
         await self.run(tokenizer.check_length, text, limit)

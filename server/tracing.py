@@ -70,22 +70,21 @@ class TracedAnswer:
         self._finish = "error"
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
-        try:
-            async for report in self._answer:
-                if report.tokens and self._first is None:
-                    self._first = time.time_ns()
-                self._tokens += len(report.tokens)
-                self._finish = report.finish or "cancelled"
-                yield report
-        finally:
-            self._tell()
+        async for report in self._answer:
+            if report.tokens and self._first is None:
+                self._first = time.time_ns()
+            self._tokens += len(report.tokens)
+            self._finish = report.finish or "cancelled"
+            yield report
 
     @property
     def stages(self) -> Mapping[str, float]:
         return self._answer.stages
 
     def cancel(self) -> None:
+        """However an answer ends, its reader says this, and before the request's span ends."""
         self._answer.cancel()
+        self._tell()
 
     def _tell(self) -> None:
         if not self._parent.is_recording():

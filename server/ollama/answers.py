@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -116,7 +115,7 @@ class _Answer:
 
 
 def _calls(piece: Piece) -> list[dict[str, Any]]:
-    return [{"function": {"name": call.name, "arguments": json.loads(call.arguments)}} for call in piece.calls]
+    return [{"function": {"name": call.name, "arguments": orjson.Fragment(call.arguments)}} for call in piece.calls]
 
 
 def _logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> list[dict[str, Any]]:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine
 from importlib.metadata import version
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
 from scheduler.interface import ModelStatus
 from server.catalog import CatalogModel
-from server.errors import as_api_error
 from server.ollama.answers import chat_fields, generate_fields, moment, now, respond
 from server.ollama.schemas import (
     ChatRequest,
@@ -34,32 +30,12 @@ from server.openai.embeddings import Embedded, embed
 from server.openai.schemas import parse
 from server.service import Service, service_of
 from server.tokens import ChatTemplateError, ModelTokenizer
-from swapper.errors import GswapdError
 
 TAG = ":latest"
 NEVER = "2286-11-20T17:46:40Z"  # what is told of a model that nothing takes away: ten digits of seconds, all nines
 
 
-class OllamaRoute(APIRoute):
-    """Answers errors as Ollama does: with a sentence."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ClientDisconnect:
-                raise
-            except GswapdError as error:
-                known = as_api_error(error)
-                body = orjson.dumps({"error": str(known)})
-                return Response(body, known.status, dict(known.headers or {}), media_type="application/json")
-
-        return answer
-
-
-router = APIRouter(route_class=OllamaRoute)
+router = APIRouter()
 
 
 @router.post("/chat")
@@ -68,7 +44,7 @@ async def create_chat(request: Request) -> Response:
     model = await _find(service, body.model)
     if not body.messages:
         return await _move(request, model, body.model, body.keep_alive, chat_fields("", ()))
-    said = parse(schemas.ChatRequest, orjson.dumps(body.as_openai()))
+    said = parse(schemas.ChatRequest, body.as_openai())
     generation, *_ = await while_connected(request, chat.prepare(service, said, model, _identity()))
     return await respond(request, body.model, generation, chat_fields, body.stream)
 
@@ -80,10 +56,10 @@ async def create_generate(request: Request) -> Response:
     if not body.prompt:
         return await _move(request, model, body.model, body.keep_alive, generate_fields("", ()))
     if body.raw or not await _has_template(service, model):
-        plain = parse(schemas.CompletionRequest, orjson.dumps(body.as_completion()))
+        plain = parse(schemas.CompletionRequest, body.as_completion())
         preparing = completions.prepare(service, plain, model, _identity(), chat.DEFAULT_MAX_TOKENS)
     else:
-        said = parse(schemas.ChatRequest, orjson.dumps(body.as_chat()))
+        said = parse(schemas.ChatRequest, body.as_chat())
         preparing = chat.prepare(service, said, model, _identity())
     generation, *_ = await while_connected(request, preparing)
     return await respond(request, body.model, generation, generate_fields, body.stream)

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from server.keep_alive import KeepAlive
 from server.openai.messages import Part, Tool, listed
-from server.openai.schemas import MAX_INPUTS, MAX_LOGPROBS, MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
+from server.openai.schemas import MAX_INPUTS, MAX_LOGPROBS, MAX_MESSAGES, MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 
 NO_EFFECT = frozenset(
     ("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
@@ -47,7 +47,7 @@ class Options(Part):
     num_predict: int | None = Field(default=None, ge=-2)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-        Field(max_length=MAX_STOPS),
+        Field(max_length=MAX_STOPS, fail_fast=True),
         BeforeValidator(listed),
     ] = Field(default=[])
 
@@ -116,7 +116,7 @@ class Call(Part):
 class Message(Part):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    tool_calls: list[Call] = Field(default=[])
+    tool_calls: list[Call] = Field(default=[], fail_fast=True)
     tool_name: str | None = None
 
     @model_validator(mode="before")
@@ -137,8 +137,8 @@ class Message(Part):
 
 
 class ChatRequest(Asking):
-    messages: list[Message] = Field(default=[])
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    messages: list[Message] = Field(default=[], max_length=MAX_MESSAGES, fail_fast=True)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
 
     def as_openai(self) -> dict[str, Any]:
         said = super().as_openai() | {"messages": [message.as_openai() for message in self.messages]}
@@ -175,7 +175,7 @@ class EmbedRequest(Part):
     model: str = Field(max_length=256)
     input: Annotated[
         list[str],
-        Field(min_length=1, max_length=MAX_INPUTS),
+        Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True),
         BeforeValidator(listed),
     ]
     truncate: bool = True

@@ -85,6 +85,8 @@ async def _tokens(
             return await service.tokenizers.encode(tokenizer, prompt, model.context_length)
         except PromptTooLong as error:
             raise prompt_too_long(model, f"at least {error.least}", param) from None
+    if len(prompt) > model.context_length:  # before anything is done with so many
+        raise prompt_too_long(model, str(len(prompt)), param)
     return tokenizer.checked(prompt, param)
 
 

@@ -1,13 +1,20 @@
-"""What requests are made of: messages, tools, formats of answers; and how a value is taken for what was meant."""
+"""What requests are made of: messages, tools, formats of answers; and how a value is taken for what was meant.
+
+Validation happens on the event loop, and a mistake costs a hundred times what its bytes do. So none is looked for
+behind the first in a list (`fail_fast`), and what has too many names is not looked into (`few_names`).
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
+
+MAX_NAMES = 64
+MAX_TOKENS = 1 << 21
+"""In one prompt: more than any context has."""
 
 
 def drop_neutral(values: object, neutral: dict[str, tuple[object, ...]]) -> object:
@@ -24,10 +31,16 @@ def listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def few_names(value: object, most: int = MAX_NAMES) -> object:
+    if isinstance(value, dict) and len(value) > most:
+        raise PydanticCustomError("names", "must have at most {most} fields", {"most": most})
+    return value
+
+
 def _parsed_json(value: object) -> object:
     """JSON in a string, as the OpenAI API writes the arguments of calls, and templates do not want them."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
     except ValueError:
         raise PydanticCustomError("json", "must be an object, as JSON in a string") from None
 
@@ -57,7 +70,9 @@ def one_of(shape: Callable[[object], str | None], names: str) -> Discriminator:
     return Discriminator(shape, custom_error_type="shape", custom_error_message=f"must be {names}")
 
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Tag(TOKENS)]
+Tokens = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), Tag(TOKENS)
+]
 Prompt = Annotated[Annotated[str, Tag(TEXT)] | Tokens, one_of(shape_of, "text or a list of tokens")]
 
 _MEDIA = {"image_url": "images", "input_image": "images", "input_audio": "audio", "file": "files"}
@@ -68,6 +83,11 @@ class Part(BaseModel):
 
     def check(self) -> None:
         """What concerns several parameters at once. Raises ApiError naming the one to change."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, values: object) -> object:
+        return few_names(values)
 
 
 class StreamOptions(Part):
@@ -138,11 +158,11 @@ class Call(Part):
 class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1), Tag(LIST)],
+        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(LIST)],
         one_of(_content_shape, "text or a list of parts"),
     ]
     name: str | None = None
-    tool_calls: list[Call] = []
+    tool_calls: list[Call] = Field(default=[], fail_fast=True)
     tool_call_id: str | None = None
 
     @model_validator(mode="before")

@@ -7,7 +7,8 @@ A parameter of the OpenAI API that is not supported is still taken with the valu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError, model_validator
 
@@ -27,6 +28,7 @@ from server.openai.messages import (
     Tool,
     choice_shape,
     drop_neutral,
+    few_names,
     listed,
     one_of,
     shape_of,
@@ -50,6 +52,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_CHOICES = 64
 """Answers of one request: prompts times `n`."""
+MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
 MAX_INPUTS = 2048
 MAX_LOGPROBS = 20
@@ -72,14 +75,15 @@ class Generate(Part):
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     ignore_eos: bool = False
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        default={}, max_length=MAX_BIASES
-    )
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]],
+        BeforeValidator(partial(few_names, most=MAX_BIASES)),
+    ] = Field(default={}, max_length=MAX_BIASES)
     response_format: ResponseFormat | None = None
     keep_alive: KeepAlive | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-        Field(max_length=MAX_STOPS),
+        Field(max_length=MAX_STOPS, fail_fast=True),
         BeforeValidator(listed),
     ] = Field(default=[])
     stream: bool = False
@@ -123,11 +127,11 @@ class Generate(Part):
 
 
 class ChatRequest(Generate):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[NamedTool, Tag(OBJECT)],
         one_of(choice_shape, "none, auto, required, or a function's name in an object"),
@@ -176,7 +180,7 @@ class CompletionRequest(Generate):
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
         | Tokens
-        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES), Tag(LIST)],
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag(LIST)],
         one_of(shape_of, "text, a list of tokens, or a list of such prompts"),
     ]
     max_tokens: int | None = Field(default=None, ge=0)
@@ -209,7 +213,7 @@ class EmbeddingsRequest(Part):
     input: Annotated[
         Annotated[str, Tag(TEXT)]
         | Tokens
-        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS), Tag(LIST)],
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True), Tag(LIST)],
         one_of(shape_of, "text, a list of tokens, or a list of such inputs"),
     ]
     encoding_format: Literal["float", "base64"] = "float"
@@ -235,10 +239,10 @@ def _contradiction(param: str, why: str) -> ApiError:
 R = TypeVar("R", bound=Part)
 
 
-def parse(kind: type[R], body: bytes) -> R:
-    """What the body of a request says. Raises ApiError."""
+def parse(kind: type[R], body: bytes | dict[str, Any]) -> R:
+    """What the body of a request says, as JSON or already read. Raises ApiError."""
     try:
-        parsed = kind.model_validate_json(body)
+        parsed = kind.model_validate(body) if isinstance(body, dict) else kind.model_validate_json(body)
     except ValidationError as error:
         raise invalid_request(error.errors(include_url=False)) from None
     parsed.check()

@@ -18,9 +18,17 @@ WHITE_SPACE: JsonCompileOptions = {"whitespace_pattern": r"[ \t\n\r]{0,16}"}
 """Between the parts of JSON. Without a limit, small models like to go on with it for ever."""
 
 
+MAX_GRAMMAR = 64 << 10
+"""Characters. Making a matcher of so many may take a worker, and all its models, half a second."""
+
+
 def json_grammar(schema: dict[str, Any], param: str) -> str:
     """The grammar of JSON that a schema describes. Raises ApiError, of the parameter that the schema came in."""
-    return _checked(LLMatcher.grammar_from_json_schema(schema, defaults=WHITE_SPACE), param)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, defaults=WHITE_SPACE)
+    except ValueError:  # whole numbers of more than 64 bits
+        raise _unusable("it has a number that is too large", param) from None
+    return _checked(grammar, param)
 
 
 def lark_grammar(text: str, param: str) -> str:
@@ -33,8 +41,13 @@ def grammar_of(body: Generate) -> str | None:
 
 
 def _checked(grammar: str, param: str) -> str:
-    complaint = LLMatcher.validate_grammar(grammar).strip().rstrip(".")
-    if complaint:
-        message = f"Parameter '{param}' has a JSON schema that no answer can be held to: {complaint}."
-        raise ApiError(400, message, "invalid_json_schema", param)
+    if len(grammar) > MAX_GRAMMAR:
+        raise _unusable(f"it is longer than {MAX_GRAMMAR} characters", param)
+    if complaint := LLMatcher.validate_grammar(grammar).strip().rstrip("."):
+        raise _unusable(complaint, param)
     return grammar
+
+
+def _unusable(why: str, param: str) -> ApiError:
+    message = f"Parameter '{param}' has a JSON schema that no answer can be held to: {why}."
+    return ApiError(400, message, "invalid_json_schema", param)

@@ -13,6 +13,7 @@ character has come.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ApiError
+
+_SOMETHING = re.compile(r"[^ \t\r\n;]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +52,32 @@ class ToolFormat:
     def calls(self, text: str) -> list[ToolCall]:
         """The calls of a text between `begin` and `end`; none if it is no such text."""
         try:
-            values = list(_values(text))
-        except ValueError:
+            return [self._call(value) for value in _values(text)]
+        except (ValueError, RecursionError):
             return []
-        if len(values) == 1 and isinstance(values[0], list):
-            values = values[0]
-        if not all(map(self._is_call, values)):
-            return []
-        return [
-            ToolCall(self.new_id(), value["name"], json.dumps(value.get(self.arguments, {}), ensure_ascii=False))
-            for value in values
-        ]
 
-    def _is_call(self, value: object) -> bool:
-        return (
-            isinstance(value, dict)
-            and isinstance(value.get("name"), str)
-            and isinstance(value.get(self.arguments, {}), dict)
-        )
+    def _call(self, value: object) -> ToolCall:
+        """Raises ValueError if it is none, or one that no client could read: models may write half of a surrogate pair,
+        and Python reads numbers that JSON has not.
+        """
+        if not isinstance(value, dict):
+            raise ValueError
+        name, given = value.get("name"), value.get(self.arguments, {})
+        if not (isinstance(name, str) and isinstance(given, dict)):
+            raise ValueError
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        (name + arguments).encode()
+        return ToolCall(self.new_id(), name, arguments)
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The JSON values that stand one behind the other, or behind semicolons. Raises ValueError."""
-    decoder = json.JSONDecoder()
-    while text := text.lstrip(" \t\r\n;"):
-        value, end = decoder.raw_decode(text)
-        yield value
-        text = text[end:]
+    """The JSON values that stand one behind the other, or behind semicolons; those of a list instead of the list.
+    Raises ValueError or RecursionError.
+    """
+    decoder, at = json.JSONDecoder(), 0
+    while found := _SOMETHING.search(text, at):
+        value, at = decoder.raw_decode(text, found.start())
+        yield from value if isinstance(value, list) else (value,)
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +81,34 @@ def test_what_shows_at_once_starts_no_process(
 ) -> None:
     assert error_of(http.post("/admin/models", json=body), status)["param"] == param
     assert "x" not in adds(http)
+
+
+@pytest.mark.parametrize("source", ["/" + "x" * 300, "/tmp\0", "/proc/1/root/x"])
+def test_a_source_that_cannot_be_looked_at_is_none(http: httpx.Client, source: str) -> None:
+    assert error_of(http.post("/admin/models", json={"source": source, "name": "x"}), 400)["param"] == "source"
+
+
+def test_an_add_whose_process_talks_nonsense_has_failed_and_is_in_nobodys_way(
+    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/echo")
+    for _ in range(2):
+        error = error_of(http.post("/admin/models", json={"source": str(tmp_path), "name": "odd"}), 503)
+        assert "could not be followed" in error["message"]
+    assert adds(http)["odd"]["state"] == "failed"
+
+
+def test_what_libraries_print_is_not_taken_for_the_adds_word(tmp_path: Path) -> None:
+    code = """
+import sys, worker.add
+def add_model(*_, progress, **__):
+    print("a banner")
+    progress(1, 2)
+worker.add.add_model = add_model
+from server.adding import main
+main()
+"""
+    request = json.dumps({"store": str(tmp_path), "source": "s", "name": "n", "dtype": None, "tp": 1, "pp": 1})
+    done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True, timeout=60)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [{"done": 1, "total": 2}, {"added": "n"}]
+    assert "a banner" in done.stderr

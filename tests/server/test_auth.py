@@ -85,3 +85,22 @@ def test_an_open_door_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.messages == []
         warn_if_open(ServerConfig.model_validate({"host": "0.0.0.0", "api_key": "sk"}))
     assert [message for message in caplog.messages if "admin_key" in message] == caplog.messages != []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"host": "localhost:8321", "origin": "http://localhost:8321"}, 200),
+        ({"host": "[::1]:8321"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example:8321"}, 403),
+        ({"host": "evil.example", "origin": "http://evil.example"}, 403),
+        ({"host": "["}, 403),
+    ],
+)
+def test_without_a_key_no_other_sites_page_is_an_operator(
+    http: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    assert http.get("/admin/models", headers=headers).status_code == status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import httpx
 import openai as sdk
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from scheduler.interface import Room
 from server.errors import REASONS
+from server.ollama import schemas as ollama
+from server.openai.messages import Part
+from server.openai.schemas import ChatRequest, CompletionRequest, EmbeddingsRequest
 from swapper.errors import Refused
 from tests.server.conftest import CONTEXT, ServerThread, config, publish
 from tests.server.fakes import WAIT, FakeScheduler
@@ -389,3 +394,48 @@ def test_limits_of_the_house(tmp_path: Path, smollm2: Path) -> None:
             assert answer.headers["retry-after"] == "1"
             assert http.get("/healthz").status_code == 200
         assert server.scheduler.cancellation.wait(20)
+
+
+MANY = 10_000
+MISTAKES: list[dict[str, Any]] = [
+    {"messages": [1] * MANY},
+    {"messages": [{"role": "user", "content": [1] * MANY}]},
+    {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]},
+    {"tools": [1] * MANY},
+    {"stop": [1] * MANY},
+    {"logit_bias": dict.fromkeys(map(str, range(-MANY, 0)), 1)},
+    dict.fromkeys(map(str, range(MANY)), 1),
+    {"messages": [HELLO[0] | dict.fromkeys(map(str, range(MANY)), 1)]},
+    {"prompt": [-1] * MANY},
+    {"prompt": [["x"] * MANY]},
+    {"prompt": ["x", *[{}] * MANY]},
+    {"input": ["x", *[{}] * MANY]},
+    {"options": {"stop": [1] * MANY}},
+]
+
+
+@pytest.mark.parametrize("mistakes", MISTAKES, ids=range(len(MISTAKES)))
+@pytest.mark.parametrize(
+    "kind", [ChatRequest, CompletionRequest, EmbeddingsRequest, ollama.ChatRequest, ollama.EmbedRequest]
+)
+def test_ten_thousand_mistakes_cost_no_more_than_a_few(kind: type[Part], mistakes: dict[str, Any]) -> None:
+    """They would keep the event loop, and so everybody, for as long as it takes to describe them."""
+    with pytest.raises(ValidationError) as failure:
+        kind.model_validate_json(json.dumps({"model": "smol", **mistakes}))
+    assert failure.value.error_count() < 10
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": [f"word {index}" for index in range(10_000)]}, {"type": "integer", "maximum": 10**30}]
+)
+def test_a_schema_that_is_too_much(http: httpx.Client, schema: dict[str, Any]) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = error_of(http.post(CHAT, json=chat(response_format=wanted)), 400)
+    assert (error["code"], error["param"]) == ("invalid_json_schema", "response_format")
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": "\\ud800"}', '{"a": NaN}', "[]"])
+def test_arguments_of_a_call_that_are_no_object(http: httpx.Client, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    error = error_of(http.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": [call]}])), 400)
+    assert error["param"] == "messages[0].tool_calls[0].function.arguments"

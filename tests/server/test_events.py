@@ -122,6 +122,8 @@ def test_whoever_comes_back_gets_what_it_missed(run: Run) -> None:
         assert [data["model"] for _, _, data in missed] == ["b", "c"]
         of_another_daemon = (await hear(world.watch("0badcafe-2")))[1:]
         assert [data["model"] for _, _, data in of_another_daemon] == ["a", "b", "c"]
+        no_id = (await hear(world.watch(seen.replace("-1", "-" + "1" * 5000))))[1:]
+        assert [data["model"] for _, _, data in no_id] == ["a", "b", "c"]
 
     run(test)
 

@@ -229,7 +229,7 @@ def test_keep_alive_is_taken_from_openais_clients_too(http: httpx.Client, schedu
     ("written", "seconds"),
     [
         (5, 5), (0, 0), (2.5, 2.5), (-1, -1), ("5m", 300), ("1h30m", 5400), ("10", 10), ("1.5s", 1.5),
-        ("-1", -1), ("-5m", -1), ("100ms", 0.1),
+        ("-1", -1), ("-5m", -1), ("100ms", 0.1), (10**400, -1), (1e308, -1), ("9000000h", -1),
     ],
 )  # fmt: skip
 def test_durations(written: object, seconds: float) -> None:
@@ -277,6 +277,16 @@ def test_errors_are_a_sentence(client: ollama.Client, scheduler: FakeScheduler, 
         answer = http.post("/api/chat", json={"model": "smol", "messages": HELLO, "stream": stream})
         assert (answer.status_code, answer.json()) == (429, {"error": "Too many wait."})
         assert answer.headers["retry-after"] == "3"
+    assert http.get("/api/nowhere").json() == {"error": "There is no /api/nowhere here."}
+
+
+def test_numbers_may_be_of_any_size(http: httpx.Client, scheduler: FakeScheduler) -> None:
+    huge = 10**30
+    body: dict[str, Any] = {"model": "smol", "messages": HELLO, "stream": False}
+    assert http.post("/api/chat", json=body | {"options": {"top_k": huge}}).status_code == 200
+    assert scheduler.submitted[-1].sampling.top_k == huge
+    refused = http.post("/api/chat", json=body | {"format": {"type": "integer", "maximum": huge}})
+    assert (refused.status_code, "too large" in refused.json()["error"]) == (400, True)
 
 
 def test_an_answer_that_breaks_off_says_why(

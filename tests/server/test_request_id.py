@@ -62,6 +62,13 @@ def test_a_line_for_people_names_the_request(record: logging.LogRecord) -> None:
     assert "WARNING server.x: [abc] about it" in TextFormatter().format(record)
 
 
+def test_what_a_client_says_makes_no_line_of_its_own(record: logging.LogRecord) -> None:
+    record.exc_info, record.args = None, ("a\r\n2026-01-01 INFO \x1b[2J\u2028ü",)
+    line = TextFormatter().format(record)
+    assert line.isprintable()
+    assert line.endswith(r"about a\r\n2026-01-01 INFO \x1b[2J\u2028ü\nand more")
+
+
 def test_a_line_for_a_collector_is_one_json_object(record: logging.LogRecord) -> None:
     line = JsonFormatter().format(record)
     assert "\n" not in line

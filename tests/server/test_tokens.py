@@ -175,6 +175,23 @@ def test_a_hopeless_text_is_refused_without_being_tokenized(recorded: Recorded) 
     assert recorded.encoded == []
 
 
+def test_a_conversation_is_as_long_as_all_that_the_template_writes(recorded: Recorded) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        call = {"function": {"name": LONG, "arguments": {}}}
+        told = {"role": "assistant", "content": "", "tool_calls": [call]}
+        template = "{{ messages[0].tool_calls[0].function.name }}"
+        recorded._tokenizer.chat_template, before = template, recorded.chat_template
+        try:
+            assert len(await tokenizers.encode_chat(recorded, Chat([told]), limit=1 << 20)) > 1
+        finally:
+            recorded._tokenizer.chat_template = before
+        tokenizers.close()
+
+    asyncio.run(scenario())
+    assert {thread for thread, characters in recorded.encoded if characters == len(LONG)} == {"tokenize long"}
+
+
 def test_of_a_text_that_is_too_long_a_beginning_is_tokenized(recorded: Recorded) -> None:
     async def scenario() -> None:
         tokenizers = Tokenizers(1)

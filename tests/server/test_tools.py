@@ -220,11 +220,23 @@ ANSWERS: list[tuple[ToolFormat, str, str, Sequence[tuple[str, str]]]] = [
         [ROME, TIME],
     ),
     (MISTRAL, "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    *(  # what JSON cannot say, or nobody could read
+        (LLAMA, text, text, [])
+        for text in (
+            '{"name": "f", "parameters": {"x": NaN}}',
+            '{"name": "f", "parameters": {"x": 1e999}}',
+            '{"name": "f", "parameters": {"x": "\\ud800"}}',
+            '{"name": "\\ud800"}',
+            '{"name": "f", "parameters": {"x": ' + "[" * 100_000,
+            '{"name": "f"} 1',
+        )
+    ),
+    (LLAMA, '{"name": "f", "parameters": {"x": 100000000000000000000}}', "", [("f", '{"x": 100000000000000000000}')]),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(("format", "text", "shown", "calls"), ANSWERS)
+@pytest.mark.parametrize(("format", "text", "shown", "calls"), ANSWERS, ids=range(len(ANSWERS)))
 def test_an_answer_is_taken_apart(
     format: ToolFormat, text: str, shown: str, calls: list[tuple[str, str]], size: int
 ) -> None:

@@ -6,8 +6,9 @@ than the one awaited speaks of a world that is gone: it frees what it held and c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from scheduler.core.message import message
 
 Reason = Literal[
     "model_not_found",
@@ -22,7 +23,7 @@ Reason = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PageIn:
     group: str
     model: str
@@ -31,7 +32,7 @@ class PageIn:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PageOut:
     group: str
     model: str
@@ -39,7 +40,7 @@ class PageOut:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class GrantKv:
     group: str
     model: str
@@ -47,13 +48,13 @@ class GrantKv:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Serve:
     request: str
     group: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Suspend:
     """Stop all running requests of a model between two passes, keep their keys and values elsewhere, and give up all
     its KV frames. It is a grant of no frames too: answered by Suspended, and by no KvReleased.
@@ -64,7 +65,7 @@ class Suspend:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Resume:
     """Let a suspended model go on; its pages may still be on their way. It is a grant of `kv_frames` too, answered by
     Resumed, and by no KvReleased.
@@ -76,7 +77,7 @@ class Resume:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Cancel:
     """Stop a running request; its Finished still comes."""
 
@@ -84,7 +85,7 @@ class Cancel:
     group: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Reject:
     """A request or job was not admitted. Its last word."""
 
@@ -94,7 +95,7 @@ class Reject:
     retry_after: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fail:
     """An admitted request or job ends without its result. Its last word."""
 
@@ -104,14 +105,14 @@ class Fail:
     retry_after: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Done:
     """A job (load, evict, pin, unpin) is done. Its last word."""
 
     job: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class WakeAt:
     """Send a Tick at this time, unless an earlier one is asked for later."""
 

@@ -89,11 +89,12 @@ class SchedulerCore:
         self._history.append(event)
         state = self._state
         try:
-            check = _CHECKS.get(type(event))
-            if check is not None:
-                check(state, event)
-            state.now = max(state.now, event.at)
-            _HANDLERS[type(event)](state, event)
+            kind = type(event)
+            if kind in _CHECKS:
+                _CHECKS[kind](state, event)
+            if event.at > state.now:
+                state.now = event.at
+            _HANDLERS[kind](state, event)
             self._planner.plan()
         except InvalidTransition as error:
             error.attach(self._history)
@@ -134,7 +135,7 @@ class SchedulerCore:
     def decisions(self, model: str) -> tuple[Decision, ...]:
         """The last decisions about a model, oldest first; empty when it is not known."""
         known = self._state.models.get(model)
-        return tuple(known.decisions) if known is not None else ()
+        return known.decisions() if known is not None else ()
 
     @property
     def unfinished(self) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core.message import message
+
 Mesh = tuple[int, int]
 """Ranks, and how many pipeline stages they make."""
 
@@ -44,12 +46,12 @@ class ModelSpec:
         return len(self.shards), self.pp
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Event:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Arrived(Event):
     """A request. `kv_frames` hold its prompt and its longest answer; a worker must have begun it before `deadline`."""
 
@@ -59,7 +61,7 @@ class Arrived(Event):
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Cancelled(Event):
     """Nobody waits for this request any more.
 
@@ -69,21 +71,21 @@ class Cancelled(Event):
     request: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Started(Event):
     """A request took part in a first forward pass. No decision hangs on it; it is here for the journal."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Finished(Event):
     """The worker is done with a request, whatever came of it, and holds nothing of it."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PagedIn(Event):
     group: str
     model: str
@@ -91,7 +93,7 @@ class PagedIn(Event):
     last: int  # exclusive
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PageInFailed(Event):
     """The model is absent from the group and holds no frame there; its running requests were dropped."""
 
@@ -101,7 +103,7 @@ class PageInFailed(Event):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PagedOut(Event):
     group: str
     model: str
@@ -109,7 +111,7 @@ class PagedOut(Event):
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PageOutFailed(Event):
     group: str
     model: str
@@ -117,7 +119,7 @@ class PageOutFailed(Event):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class KvWanted(Event):
     """A model's batch would use `frames` KV frames in all, more than its grant."""
 
@@ -126,7 +128,7 @@ class KvWanted(Event):
     frames: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class KvReleased(Event):
     """A changed grant took effect: the model holds at most `frames` KV frames."""
 
@@ -136,7 +138,7 @@ class KvReleased(Event):
     frames: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Suspended(Event):
     """A model's running requests stopped between two passes. Their keys and values are out of its KV frames, which are
     free now; with `kv_frames` frames they can be brought back.
@@ -148,7 +150,7 @@ class Suspended(Event):
     kv_frames: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Resumed(Event):
     """A suspended model's requests run again from where they stopped."""
 
@@ -157,7 +159,7 @@ class Resumed(Event):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class WorkerUp(Event):
     """A group is ready, empty, with this many frames a rank. It serves models that were packed for its mesh."""
 
@@ -167,7 +169,7 @@ class WorkerUp(Event):
     pp: int = 1  # pipeline stages that the ranks make
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class WorkerLost(Event):
     """A group is gone with everything it held. Requests that ran there wait again."""
 
@@ -175,28 +177,28 @@ class WorkerLost(Event):
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ModelAdded(Event):
     """A model of this name is not known, or is gone: one that is being removed still is known."""
 
     model: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ModelChanged(Event):
     """Something else is expected of a model: `max_wait`, `slo`, `priority` or `ttl`. Nothing of it moves for that."""
 
     model: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ModelRemoved(Event):
     """Waiting requests fail, running ones finish, then its pages go."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class LoadWanted(Event):
     """Bring the whole model in. `job` is answered by Done, Reject or Fail, as a request is."""
 
@@ -204,7 +206,7 @@ class LoadWanted(Event):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class EvictWanted(Event):
     """Page the model out once its running requests are done; new ones wait behind."""
 
@@ -212,7 +214,7 @@ class EvictWanted(Event):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Pinned(Event):
     """Never evict this model, and bring it in. Answered at once: Done, or Reject if the pins do not fit together."""
 
@@ -220,17 +222,17 @@ class Pinned(Event):
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Unpinned(Event):
     job: str
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class DrainBegan(Event):
     """Admit nothing more; finish what was admitted."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Tick(Event):
     """Time passed: what WakeAt asked for."""

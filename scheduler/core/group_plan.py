@@ -179,8 +179,8 @@ class GroupPlan:
         lacking = [max(0, kv - placement.kv.granted)] * self._group.ranks
         if self._has(lacking, placement, kv):
             waited = self._state.now - placement.suspended_at
-            message = f"{len(placement.running)} requests go on after {waited:.2f} s."
-            self._state.explain(self._state.models[want.model], "resumed", message)
+            model, message = self._state.models[want.model], "{} requests go on after {:.2f} s."
+            self._state.explain(model, "resumed", message, len(placement.running), waited)
             self._state.resume(placement)
             return True
         return self._make_room(want, lacking)
@@ -203,7 +203,8 @@ class GroupPlan:
             return self._make_room(want, lacking)
         if group.next_in != want.model:
             group.next_in = want.model
-            state.explain(model, "loading", f"{want.queue} wait; {want.load:.2f} s of {group.name}'s link bring it in.")
+            message = "{} wait; {:.2f} s of {}'s link bring it in."
+            state.explain(model, "loading", message, want.queue, want.load, group.name)
         group.in_vain.pop(want.model, None)
         placement = state.placement(group, model)
         state.reserve(group, placement, last)
@@ -256,7 +257,8 @@ class GroupPlan:
         state, group = self._state, self._group
         if group.next_in != name:
             group.next_in = name
-            state.explain(state.models[name], "prefetched", f"The link of {group.name} is idle; it may be wanted soon.")
+            message = "The link of {} is idle; it may be wanted soon."
+            state.explain(state.models[name], "prefetched", message, group.name)
         model, placement = state.models[name], group.placements.get(name)
         reserved = placement.reserved if placement is not None else 0
         last = min(model.pages, reserved + state.config.extent_pages)
@@ -325,8 +327,8 @@ class GroupPlan:
             worth = self._policy.worth_at(want, holders, now)
             ask_at = want.due if worth is None or worth <= now else min(worth, want.due)
             if want.model not in self._group.in_vain:
-                lacks = f"It lacks {max(lacking)} frames on {self._group.name}, where models are busy or worth keeping."
-                state.explain(state.models[want.model], "waiting", lacks)
+                message = "It lacks {} frames on {}, where models are busy or worth keeping."
+                state.explain(state.models[want.model], "waiting", message, max(lacking), self._group.name)
             self._group.in_vain[want.model] = Vain(self._group.version, want.queue, ask_at)
             state.wake_group(self._group, ask_at)
             state.shapes[self._group.mesh].stalled[want.model] = None
@@ -348,9 +350,15 @@ class GroupPlan:
         state.explain(
             model,
             "evicted",
-            f"{victim.reserved - keep} of its {model.pages} pages go from {victim.group} for {want.model}, for which "
-            f"{want.queue} wait, the oldest for {state.now - want.since:.2f} s; it was last used "
-            f"{state.now - victim.used:.2f} s ago.",
+            "{} of its {} pages go from {} for {}, for which {} wait, the oldest for {:.2f} s; it was last used "
+            "{:.2f} s ago.",
+            victim.reserved - keep,
+            model.pages,
+            victim.group,
+            want.model,
+            want.queue,
+            state.now - want.since,
+            state.now - victim.used,
         )
         state.page_out(victim, keep)
         self._group.known.pop(victim.model, None)
@@ -429,8 +437,12 @@ class GroupPlan:
         state.explain(
             model,
             "suspended",
-            f"{len(placement.running)} requests stop on {placement.group} after {state.now - began:.2f} s for "
-            f"{want.model}, which has waited for {state.now - want.since:.2f} s.",
+            "{} requests stop on {} after {:.2f} s for {}, which has waited for {:.2f} s.",
+            len(placement.running),
+            placement.group,
+            state.now - began,
+            want.model,
+            state.now - want.since,
         )
         state.suspend(placement)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from scheduler.core.events import ModelSpec
+from scheduler.core.events import Mesh, ModelSpec
 from scheduler.core.placement import Placement
 from scheduler.core.requests import Job, Request
-from scheduler.core.view import Decision
+from scheduler.core.view import Decision, DecisionKind
 from scheduler.policy.history import History
 
 DECISIONS = 16
 """Explanations that are kept of each model."""
+
+Explained = tuple[float, DecisionKind, str, tuple[object, ...]]
+"""When, what, and the sentence that tells why, with values that are not filled in yet."""
 
 
 @dataclass(slots=True)
@@ -38,12 +41,14 @@ class Model:
     page_seconds: float | None = None  # measured: to read one of its pages
     run_seconds: float | None = None  # measured: from when it could run to its end, a request
     history: History = field(default_factory=History)
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS))
+    explained: deque[Explained] = field(default_factory=lambda: deque(maxlen=DECISIONS))
+    mesh: Mesh = field(init=False)
     pages: int = field(init=False)
     identities: tuple[frozenset[int], ...] = field(init=False)
     most_pages: int = field(init=False)  # distinct ones, on the fullest rank
 
     def __post_init__(self) -> None:
+        self.mesh = self.spec.mesh
         self.pages = len(self.spec.shards[0])
         self.identities = tuple(frozenset(shard) for shard in self.spec.shards)
         self.most_pages = max(len(pages) for pages in self.identities)
@@ -57,3 +62,6 @@ class Model:
 
     def loads(self) -> list[Job]:
         return [job for job in self.jobs if job.kind == "load"]
+
+    def decisions(self) -> tuple[Decision, ...]:
+        return tuple(Decision(at, kind, message.format(*values)) for at, kind, message, values in self.explained)

@@ -17,6 +17,11 @@ PAGE_OUT_TRIES = 5
 """A page-out that failed so often in a row is not tried again: unmapping does not fail on a sound worker."""
 
 
+# Members of an enum are looked up slowly; these are asked for in every pass.
+_HERE = (Phase.LOADING, Phase.RESIDENT)
+_SETTLED = (Phase.PARTIAL, Phase.RESIDENT)
+
+
 class Activity(Enum):
     """What the requests of a model on a group do."""
 
@@ -24,6 +29,9 @@ class Activity(Enum):
     SUSPENDING = auto()
     SUSPENDED = auto()
     RESUMING = auto()
+
+
+_SUSPENDED = Activity.SUSPENDED  # as above
 
 
 class Extent(NamedTuple):
@@ -77,7 +85,10 @@ class Placement:
 
     def awaits(self, epoch: int) -> bool:
         """Whether an outstanding PageIn has this epoch."""
-        return any(extent.epoch == epoch for extent in self.extents)
+        for extent in self.extents:
+            if extent.epoch == epoch:
+                return True
+        return False
 
     @property
     def is_held(self) -> bool:
@@ -92,12 +103,12 @@ class Placement:
     @property
     def is_committed(self) -> bool:
         """Whether the whole model is in, or on its way with its frames reserved."""
-        return self.reserved == self.pages and self.phase in (Phase.LOADING, Phase.RESIDENT)
+        return self.reserved == self.pages and self.phase in _HERE
 
     @property
     def is_suspended(self) -> bool:
         """Whether requests wait here to go on. They hold no frame; the model's pages may go."""
-        return self.activity is Activity.SUSPENDED
+        return self.activity is _SUSPENDED
 
     @property
     def gives_way(self) -> bool:
@@ -114,6 +125,6 @@ class Placement:
         return max(self.running.values(), default=0)
 
     def can_page_out(self, now: float) -> bool:
-        settled = self.phase in (Phase.PARTIAL, Phase.RESIDENT)
-        idle = not self.running or self.is_suspended
-        return settled and idle and not self.is_stuck and now >= self.out_retry_at
+        if self.phase not in _SETTLED or (self.running and not self.is_suspended):
+            return False
+        return not self.out_failures or (not self.is_stuck and now >= self.out_retry_at)

@@ -24,13 +24,15 @@ class Planner:
 
     def plan(self) -> None:
         state = self._state
-        for timer in state.timers.due(state.now):
-            self._wake(timer)
+        if state.timers.any_until(state.now):
+            for timer in state.timers.due(state.now):
+                self._wake(timer)
         models, groups = state.touched_models, state.touched_groups
         while models or groups:
             if models:
-                model = state.models.get(next(iter(models)))
-                del models[next(iter(models))]
+                name = next(iter(models))
+                del models[name]
+                model = state.models.get(name)
                 if model is not None:
                     self._settle(model)
             else:
@@ -59,6 +61,8 @@ class Planner:
         state = self._state
         if state.wake_at is not None and state.wake_at <= state.now:
             state.wake_at = None
+        if state.wake_at is not None and not state.timers.any_until(state.wake_at):
+            return
         wake = state.timers.next()
         if wake is not None and (state.wake_at is None or wake < state.wake_at):
             state.wake_at = wake
@@ -168,7 +172,8 @@ class Planner:
         if self._state.now < last + ttl:
             self._state.wake_model(model, last + ttl)
             return
-        self._state.explain(model, "evicted", f"It was idle for {self._state.now - last:.1f} s; its ttl is {ttl:g} s.")
+        idle = self._state.now - last
+        self._state.explain(model, "evicted", "It was idle for {:.1f} s; its ttl is {:g} s.", idle, ttl)
         for placement in held:
             self._page_out(placement)
 

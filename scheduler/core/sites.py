@@ -36,7 +36,8 @@ def aim(state: State, model: Model) -> dict[str, None]:
     elif model.waiting and _is_saturated(state, model, targets):
         group = _choose(state, model, kv, besides=targets)
         if group is not None and _replica_pays(state, model, group, len(targets)):
-            state.explain(model, "placed", f"{len(model.waiting)} requests wait, so it comes to {group.name} too.")
+            message = "{} requests wait, so it comes to {} too."
+            state.explain(model, "placed", message, len(model.waiting), group.name)
             targets[group.name] = None
     return targets
 

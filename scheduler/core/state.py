@@ -16,7 +16,7 @@ from scheduler.core.placement import EXTENTS_AHEAD, Activity, Extent, Leaving, P
 from scheduler.core.requests import Job, Request
 from scheduler.core.timers import Timer, Timers
 from scheduler.core.transitions import Phase, Signal
-from scheduler.core.view import Decision, DecisionKind
+from scheduler.core.view import DecisionKind
 
 
 class State:
@@ -46,7 +46,10 @@ class State:
 
     def shape(self, model: Model) -> Shape:
         """The groups on which a model can run."""
-        return self.shapes.setdefault(model.spec.mesh, Shape())
+        shape = self.shapes.get(model.mesh)
+        if shape is None:
+            shape = self.shapes[model.mesh] = Shape()
+        return shape
 
     def busy(self, model: Model) -> Placement | None:
         """Where it runs or is being read, if anywhere."""
@@ -56,8 +59,9 @@ class State:
         self.touched_groups[placement.group] = None
         self.touched_models[placement.model] = None
 
-    def explain(self, model: Model, kind: DecisionKind, message: str) -> None:
-        model.decisions.append(Decision(self.now, kind, message))
+    def explain(self, model: Model, kind: DecisionKind, message: str, *values: object) -> None:
+        """The message, with its values to be filled in, becomes a sentence when somebody looks: few of them are seen."""
+        model.explained.append((self.now, kind, message, values))
 
     # ---- counting
 

@@ -34,6 +34,10 @@ class Timers:
             heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + SLACK
 
+    def any_until(self, at: float) -> bool:
+        """Whether there may be one that comes by then: quick to tell, and mostly not so."""
+        return bool(self._heap) and self._heap[0][0] <= at
+
     def due(self, now: float) -> Iterator[Timer]:
         """Those whose time has come, each once."""
         heap = self._heap

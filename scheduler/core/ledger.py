@@ -39,10 +39,10 @@ class Ledger:
         """Frames free on the fullest rank."""
         return self.capacity - self._kv_total - max(map(len, self._holders))
 
-    def missing(self, shards: Shards) -> list[int]:
-        """For each rank, how many frames it takes to hold all of `shards`, beyond those that are held already."""
+    def missing(self, shards: Shards, first: int = 0, last: int | None = None) -> list[int]:
+        """For each rank, how many frames it takes to hold pages `[first, last)` beyond those that are held already."""
         return [
-            len({page for page in shard if page not in held}) for shard, held in zip(shards, self._holders, strict=True)
+            len(set(shard[first:last]).difference(held)) for shard, held in zip(shards, self._holders, strict=True)
         ]
 
     def hold(self, shards: Shards, first: int, last: int) -> None:

@@ -50,6 +50,8 @@ class Gswapd(Policy):
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
         if now < want.due:
             holders = [holder for holder in holders if self._may_go(holder, want, now)]
+        if len(holders) < 2:
+            return list(holders)
         return sorted(holders, key=lambda holder: (holder.is_wanted, *self._order_to_go(holder, now)))
 
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:

@@ -53,9 +53,10 @@ class _Frames:
     """Counts what becomes free on each rank as pages are taken, page by page."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
         self._short = list(memory.short)
         self._taken: list[dict[int, int]] = [{} for _ in memory.short]
+        # Of a rank: what was taken of its pages, how often each is held, and what the incoming model is made of.
+        self._ranks = list(zip(self._taken, memory.counts, memory.incoming, strict=True))
         for holder, keep in memory.leaving:
             for page in range(keep, holder.pages):
                 self.take(holder, page)
@@ -66,10 +67,11 @@ class _Frames:
         return max(self._short)
 
     def take(self, holder: Holder, index: int) -> None:
-        for rank, shard in enumerate(holder.shards):
-            page, taken = shard[index], self._taken[rank]
-            taken[page] = taken.get(page, 0) + 1
-            self._short[rank] -= self._is_freed(rank, page)
+        for rank, (taken, counts, incoming) in enumerate(self._ranks):
+            page = holder.shards[rank][index]
+            count = taken[page] = taken.get(page, 0) + 1
+            if count == counts.get(page, 0) and page not in incoming:
+                self._short[rank] -= 1
 
     def spare(self, holder: Holder, keep: int) -> int:
         """Give back what was taken in vain: a page that two victims share is free only when both have lost it."""
@@ -81,10 +83,10 @@ class _Frames:
         return keep
 
     def _can_spare(self, holder: Holder, index: int) -> bool:
-        return all(
-            self._short[rank] + self._is_freed(rank, shard[index]) <= max(0, self._short[rank])
-            for rank, shard in enumerate(holder.shards)
-        )
+        for rank, shard in enumerate(holder.shards):
+            if self._short[rank] >= 0 and self._is_freed(rank, shard[index]):
+                return False
+        return True
 
     def take_all(self, holder: Holder) -> None:
         for index in reversed(range(holder.pages)):
@@ -94,6 +96,5 @@ class _Frames:
         self._short = [short - holder.kv for short in self._short]
 
     def _is_freed(self, rank: int, page: int) -> bool:
-        memory = self._memory
-        gone = self._taken[rank].get(page, 0) == memory.counts[rank].get(page, 0)
-        return gone and page not in memory.incoming[rank]
+        taken, counts, incoming = self._ranks[rank]
+        return taken.get(page, 0) == counts.get(page, 0) and page not in incoming

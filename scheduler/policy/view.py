@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.policy.history import History
@@ -51,8 +50,7 @@ class Tail(NamedTuple):
     keep: int
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """One group's memory, and how much of it an incoming model lacks."""
 
     short: Sequence[int]  # frames lacking, for each rank; those that are becoming free are not counted yet

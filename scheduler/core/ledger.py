@@ -41,9 +41,7 @@ class Ledger:
 
     def missing(self, shards: Shards, first: int = 0, last: int | None = None) -> list[int]:
         """For each rank, how many frames it takes to hold pages `[first, last)` beyond those that are held already."""
-        return [
-            len(set(shard[first:last]).difference(held)) for shard, held in zip(shards, self._holders, strict=True)
-        ]
+        return [len(set(shard[first:last]).difference(held)) for shard, held in zip(shards, self._holders, strict=True)]
 
     def hold(self, shards: Shards, first: int, last: int) -> None:
         """Reserve pages `[first, last)` of every rank. The caller has made sure that they fit."""

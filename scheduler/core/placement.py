@@ -85,10 +85,7 @@ class Placement:
 
     def awaits(self, epoch: int) -> bool:
         """Whether an outstanding PageIn has this epoch."""
-        for extent in self.extents:
-            if extent.epoch == epoch:
-                return True
-        return False
+        return any(extent.epoch == epoch for extent in self.extents)
 
     @property
     def is_held(self) -> bool:

@@ -24,7 +24,7 @@ class Planner:
 
     def plan(self) -> None:
         state = self._state
-        if state.timers.any_until(state.now):
+        if state.timers.earliest <= state.now:
             for timer in state.timers.due(state.now):
                 self._wake(timer)
         models, groups = state.touched_models, state.touched_groups
@@ -61,7 +61,7 @@ class Planner:
         state = self._state
         if state.wake_at is not None and state.wake_at <= state.now:
             state.wake_at = None
-        if state.wake_at is not None and not state.timers.any_until(state.wake_at):
+        if state.wake_at is not None and state.wake_at <= state.timers.earliest:
             return
         wake = state.timers.next()
         if wake is not None and (state.wake_at is None or wake < state.wake_at):

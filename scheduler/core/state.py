@@ -60,7 +60,7 @@ class State:
         self.touched_models[placement.model] = None
 
     def explain(self, model: Model, kind: DecisionKind, message: str, *values: object) -> None:
-        """The message, with its values to be filled in, becomes a sentence when somebody looks: few of them are seen."""
+        """The message becomes a sentence, with these values, only when somebody looks: few of them are seen."""
         model.explained.append((self.now, kind, message, values))
 
     # ---- counting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 SLACK = 64
@@ -34,9 +35,10 @@ class Timers:
             heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + SLACK
 
-    def any_until(self, at: float) -> bool:
-        """Whether there may be one that comes by then: quick to tell, and mostly not so."""
-        return bool(self._heap) and self._heap[0][0] <= at
+    @property
+    def earliest(self) -> float:
+        """None that is true comes before: quick to tell."""
+        return self._heap[0][0] if self._heap else inf
 
     def due(self, now: float) -> Iterator[Timer]:
         """Those whose time has come, each once."""

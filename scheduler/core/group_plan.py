@@ -304,11 +304,8 @@ class GroupPlan:
         return [there + coming - claimed for there, claimed in zip(free, self._claims, strict=True)]
 
     def _claim(self, lacking: Sequence[int]) -> None:
-        before = self._claims
-        if before is None:
-            self._claims = list(lacking)
-        else:
-            self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
+        before = self._claims or [0] * self._group.ranks
+        self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
 
     def _make_room(self, want: Want, lacking: Sequence[int]) -> bool:
         """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""

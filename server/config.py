@@ -42,7 +42,7 @@ from swapper.host_frames import available_memory
 
 DEFAULT_FILE = Path("gswapd.yaml")
 ENV_PREFIX = "GSWAPD_"
-OTHER_VARIABLES = frozenset(("GSWAPD_URL", "GSWAPD_ADMIN_KEY", "GSWAPD_INSTANCE"))
+OTHER_VARIABLES = frozenset(("GSWAPD_URL", "GSWAPD_API_KEY", "GSWAPD_ADMIN_KEY", "GSWAPD_INSTANCE"))
 """Of the commands that talk to a daemon, and of the watchdog; no part of the configuration."""
 DEFAULT_STORE = Path("~/.local/share/gswapd")
 

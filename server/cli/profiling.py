@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
-from server.cli.remote import AdminKey
+from server.cli.remote import AdminKey, checked_url
 from server.cli.store import StorePath
+
+LEAST_BREAK_AT = 32
+"""Shorter sequences end before enough of them run at once."""
 
 
 def profile(
@@ -35,13 +38,15 @@ def profile(
     """Measure latency, throughput, communication, memory and accuracy against batch size, and where memory ends."""
     from server.profile.run import Options, run
 
+    if 0 < break_at < LEAST_BREAK_AT:
+        raise typer.BadParameter(f"Sequences are of {LEAST_BREAK_AT} tokens at least.", param_hint="--break-at")
     options = Options(
         batches=None if batch == "auto" else _numbers(batch, "--batch"),
         prompt_tokens=_numbers(prompt_tokens, "--prompt-tokens"),
         output_tokens=output_tokens,
         repeat=repeat,
         switches=tuple(switch or ()),
-        url=url,
+        url=checked_url(url) if url is not None else None,
         group=group,
         memory=memory,
         break_at=break_at,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from server.profile.document import ProfileError
 from server.profile.text import TEXT
 from server.tokens import ModelTokenizer
@@ -30,8 +32,13 @@ def text_tokens(image: Image, tokenizer: ModelTokenizer, most: int) -> tuple[int
 
 
 def reference(image: Image, tokenizer: ModelTokenizer, tokens: Sequence[int]) -> Reference | None:
-    """None for an image of several ranks, which has the whole weights nowhere. Imports torch."""
+    """None for an image of several ranks, which has the whole weights nowhere, and where this machine has no memory
+    for them. Imports torch."""
     if len(image.manifest.shards) > 1:
+        return None
+    widened = 1 if image.manifest.dtype == "float32" else 2
+    if (wanted := image.manifest.shards[0].nbytes * (1 + widened)) > psutil.virtual_memory().available:
+        print(f"no comparison with float32, which would take {wanted >> 30} GiB of this machine's memory")
         return None
     from engine.reference import score
 

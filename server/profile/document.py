@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from swapper.durable import write_file
 from swapper.errors import StoreError
 
-VERSION = 1
 FILE = "profile.json"
 
 
@@ -79,7 +78,6 @@ class Point(Part):
     latency: Spread  # to the last token, as a client sees it
     tokens_per_second: Spread  # of output
     busy: float  # share of the time in which passes ran
-    joules: float | None = None  # the GPUs took, for the whole batch
     moved: Mapping[str, Moved] = {}
     memory: Memory
 
@@ -103,7 +101,7 @@ class BreakingPoint(Part):
     """The largest batch whose sequences, of so many tokens each, fit at once."""
 
     tokens: int
-    predicted: int  # from the frames that points took
+    predicted: int  # by the arithmetic of pages and KV blocks
     observed: int  # of a run that asked for more
     limited_by: Literal["memory", "engine"]  # frames, or `cluster.max_batch_sequences`
     preempted: bool = False  # whether that run had to take memory back
@@ -147,9 +145,8 @@ class Profile(Part):
 
     def page_seconds(self, page_bytes: int) -> float | None:
         """To bring a page of this size in, from wherever pages came last."""
-        if not self.page_ins:
+        if not self.page_ins or not (last := self.page_ins[-1]).pages:
             return None
-        last = self.page_ins[-1]
         return last.seconds / last.pages * page_bytes / self.page_bytes
 
     def run_seconds(self) -> float | None:
@@ -185,9 +182,9 @@ def save(profile: Profile, directory: Path) -> Path:
 
 
 def load(directory: Path, identity: str) -> Profile | None:
-    """The profile beside an image; None if there is none, or one of another image or version."""
+    """The profile beside an image; None if there is none that can be read, or one of another image or version."""
     try:
         profile = Profile.model_validate_json((directory / FILE).read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):
         return None
     return profile if profile.identity == identity else None

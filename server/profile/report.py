@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
 
@@ -49,7 +49,9 @@ def advice(profile: Profile) -> str:
         if point.tokens_per_second.median > best.tokens_per_second.median * WORTH:
             best = point
     text = f"At {longest} prompt tokens, batch {best.batch} is best: {best.tokens_per_second.median:.0f} tokens/s"
-    if best.decode is not None and points[0].decode is not None:
+    if best is points[0] and best.decode is not None:
+        text += f", with a step of {seconds(best.decode.median)}"
+    elif best.decode is not None and points[0].decode is not None:
         ratio = best.decode.median / points[0].decode.median
         text += f", with a step of {seconds(best.decode.median)}, {ratio:.1f} times that of batch {points[0].batch}"
     if best is not points[-1]:
@@ -73,11 +75,13 @@ def _section(profile: Profile) -> Iterator[str]:
     )
     yield f'<p class="advice">{escape(advice(profile))}</p>'
     yield '<div class="figures">'
-    marks = [
-        Mark(b.observed, f"memory ends: {b.observed}") for b in profile.breaking_points if b.limited_by == "memory"
-    ]
+    ends = [its.observed for its in profile.breaking_points if its.limited_by == "memory" and its.observed]
+    marks = [Mark(end, f"memory ends: {end}") for end in ends]
     yield lines(
-        "A decode step", "ms, over batch size", _by_length(profile, lambda p: p.decode and p.decode.median * 1e3), marks
+        "A decode step",
+        "ms, over batch size",
+        _by_length(profile, lambda p: None if p.decode is None else p.decode.median * 1e3),
+        marks,
     )
     yield lines("Throughput", "output tokens/s, over batch size", _by_length(profile, _throughput), marks)
     yield lines("Time to first token", "ms, over batch size", _by_length(profile, lambda p: p.first_token.median * 1e3))
@@ -91,7 +95,7 @@ def _section(profile: Profile) -> Iterator[str]:
     yield from _accuracy(profile)
 
 
-def _by_length(profile: Profile, value):  # type: ignore[no-untyped-def]
+def _by_length(profile: Profile, value: Callable[[Point], float | None]) -> dict[str, list[tuple[float, float]]]:
     """One line a variant and prompt length."""
     series: dict[str, list[tuple[float, float]]] = {}
     for variant in profile.variants:
@@ -168,7 +172,7 @@ def _points(variant: Variant) -> Iterator[str]:
 def _page_ins(profile: Profile) -> Iterator[str]:
     yield "<h3>Page-ins</h3><table><tr><th>mostly from</th><th>size</th><th>time</th><th>rate</th></tr>"
     for one in profile.page_ins:
-        rate = f"{one.nbytes / one.seconds / 1e9:.2f} GB/s"
+        rate = f"{one.nbytes / one.seconds / 1e9:.2f} GB/s" if one.seconds else ""
         yield (
             f"<tr><td>{escape(one.source)}</td><td>{size(one.nbytes)}</td><td>{seconds(one.seconds)}</td>"
             f"<td>{rate}</td></tr>"
@@ -179,8 +183,8 @@ def _page_ins(profile: Profile) -> Iterator[str]:
 def _accuracy(profile: Profile) -> Iterator[str]:
     if (accuracy := profile.accuracy) is None:
         return
-    reference = f"{accuracy.reference:.4f}" if accuracy.reference is not None else "not known for a mesh"
-    agreement = f"{accuracy.agreement:.2%}" if accuracy.agreement is not None else "not known for a mesh"
+    reference = f"{accuracy.reference:.4f}" if accuracy.reference is not None else "not computed"
+    agreement = f"{accuracy.agreement:.2%}" if accuracy.agreement is not None else "not computed"
     yield "<h3>Accuracy</h3><table>"
     yield f"<tr><th>over</th><td>{accuracy.tokens} tokens</td></tr>"
     yield f"<tr><th>perplexity</th><td>{accuracy.perplexity:.4f}</td></tr>"

@@ -55,9 +55,19 @@ def run(models: Sequence[str], options: Options) -> list[Profile]:
         raise ProfileError(f"There is no switch {unknown[0]!r}; there are {', '.join(SWITCHES)}.")
     if options.url is not None and (options.switches or options.memory):
         raise ProfileError("A daemon that is serving keeps its settings: use --switch and --memory without --url.")
+    if options.url is None and options.group is not None:
+        raise ProfileError("A private daemon has one group only: use --group with --url.")
+    if options.trace is not None and len(models) > 1:
+        raise ProfileError("A trace is of one model: use --trace with a single one.")
+    for path in (options.report, options.trace):
+        if path is not None and not path.parent.is_dir():
+            raise ProfileError(f"There is no directory {path.parent} for {path.name}.")
     config = load_config(None, memory=options.memory)
     store = Store(options.store or config.store)
     images = [store.open(name) for name in models]
+    for image in images:
+        if image.manifest.embedding is not None:
+            raise ProfileError(f"{image.manifest.model} is an encoder; profiles are of models that generate text.")
     profiles = []
     for image in images:
         profile = _profile(image, config, store, options)
@@ -71,8 +81,6 @@ def run(models: Sequence[str], options: Options) -> list[Profile]:
 
 
 def _profile(image: Image, config: Config, store: Store, options: Options) -> Profile:
-    if image.manifest.embedding is not None:
-        raise ProfileError(f"{image.manifest.model} is an encoder; profiles are of models that generate text.")
     with _daemon(image, config, store, options, None) as url:
         profile = asyncio.run(_first(url, image, config, options))
     variants = list(profile.variants)
@@ -86,7 +94,8 @@ def _profile(image: Image, config: Config, store: Store, options: Options) -> Pr
 @contextmanager
 def _daemon(image: Image, config: Config, store: Store, options: Options, switch: str | None) -> Iterator[str]:
     most = 4 * max(config.cluster.max_batch_sequences, *(options.batches or (1,)))
-    private = private_daemon(config, store.root, image, most, SWITCHES[switch] if switch is not None else {})
+    settings = SWITCHES[switch] if switch is not None else {}
+    private = private_daemon(config, store.root, image, most, settings, one_pool=options.memory is not None)
     with private if options.url is None else nullcontext(options.url) as url:
         yield url
 
@@ -100,18 +109,26 @@ async def _first(url: str, image: Image, config: Config, options: Options) -> Pr
         await client.load()  # with all that only a first load has to do
         worker = await _worker(client, subject.group)
         sweep, place = await _sweep(client, worker, image, config)
+        if options.break_at and not sweep.largest_batch(options.break_at):
+            raise ProfileError(
+                f"{manifest.model} has no room for a sequence of {options.break_at} tokens, in its context of "
+                f"{manifest.context_length} or in {place.frames} frames. Choose a smaller --break-at."
+            )
         page_ins = await sweep.page_ins(LOADS)
         points = await sweep.points(_plan(sweep, options))
         if not points:
-            raise ProfileError(f"No batch of {manifest.model} fits into {place.frames} frames at these lengths.")
+            raise ProfileError(
+                f"No batch of {manifest.model} fits into {place.frames} frames and its context of "
+                f"{manifest.context_length} tokens. Choose a smaller --batch, --prompt-tokens or --output-tokens."
+            )
         tokens = options.break_at or max(p.prompt_tokens + p.output_tokens for p in points)
-        breaking = await sweep.breaking_point(min(tokens, manifest.context_length), points)
+        breaking = await sweep.breaking_point(tokens)
         found = f"predicted {breaking.predicted}, observed {breaking.observed}"
         print(f"breaking point at {breaking.tokens} tokens: {found}")
         text = text_tokens(image, tokenizer, SCORED_TOKENS)
         accuracy = await sweep.accuracy(text, await asyncio.to_thread(reference, image, tokenizer, text))
         if options.trace is not None:
-            ran = await client.run(max(p.batch for p in points), points[-1].prompt_tokens, options.output_tokens, 0)
+            ran = await client.run(points[-1].batch, points[-1].prompt_tokens, options.output_tokens, 0)
             options.trace.write_text(trace(ran.ranks))
             print(f"The trace is in {options.trace}.")
     return Profile(

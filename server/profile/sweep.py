@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.traffic import Call, calls
 from server.profile.accuracy import Reference
-from server.profile.document import Accuracy, BreakingPoint, Memory, Moved, PageIn, Point, ProfileError, Spread
-from server.profile.measure import MOST_PROMPTS, Batch, Client
+from server.profile.document import Accuracy, BreakingPoint, Memory, Moved, PageIn, Point, Spread
+from server.profile.measure import Batch, Client
 from swapper.geometry import kv_blocks, kv_capacity_blocks
 from swapper.image import Image
 
@@ -48,18 +48,18 @@ class Sweep:
         self._seed = 0
 
     async def page_ins(self, times: int) -> tuple[PageIn, ...]:
-        """From wherever the pages are: the first time from storage or the page cache, later from a host tier."""
+        """From wherever the pages are by now."""
         loads = [await self._client.load() for _ in range(times)]
         return tuple(_page_in(load) for load in loads)
 
     async def points(self, plan: Plan) -> tuple[Point, ...]:
-        """Smallest first. Batches that do not fit into memory at once are left out."""
+        """Smallest first. Batches that cannot run at once are left out."""
         await self._client.run(1, min(plan.prompt_tokens), 2, self._next_seed())  # what only the first one pays
         points = []
         for prompt_tokens in plan.prompt_tokens:
             for batch in plan.batches:
                 if batch > self.largest_batch(prompt_tokens + plan.output_tokens):
-                    self._tell(f"batch {batch} of {prompt_tokens} + {plan.output_tokens} tokens: does not fit")
+                    self._tell(f"batch {batch} of {prompt_tokens} + {plan.output_tokens} tokens: left out, too large")
                     continue
                 runs = [
                     await self._client.run(batch, prompt_tokens, plan.output_tokens, self._next_seed())
@@ -69,15 +69,15 @@ class Sweep:
                 self._tell(_line(points[-1]))
         return tuple(points)
 
-    async def breaking_point(self, tokens: int, points: Sequence[Point]) -> BreakingPoint:
-        """Predicted from the frames that points took, and then run: a few more requests than should fit."""
-        predicted = self._predict(tokens, points)
+    async def breaking_point(self, tokens: int) -> BreakingPoint:
+        """Predicted by arithmetic, and then run: a few more requests than should fit."""
+        predicted = self.largest_batch(tokens)
         asked = math.ceil(predicted * 1.05) + 2
         # The first ones must still be there when the last ones have begun.
         prefills = math.ceil(asked * tokens / self._place.max_batch_tokens)
         output_tokens = min(prefills + 8, tokens // 2)
         prompt_tokens = tokens - output_tokens
-        ran = await self._client.run(asked, prompt_tokens, output_tokens, self._next_seed(), MOST_PROMPTS)
+        ran = await self._client.run(asked, prompt_tokens, output_tokens, self._next_seed())
         observed = max((its["decoded"] for its in ran.passes()), default=0)
         again = sum(its["prefilled"] for its in ran.passes()) > asked * prompt_tokens
         engine = self._place.max_batch_sequences
@@ -101,7 +101,9 @@ class Sweep:
         )
 
     def largest_batch(self, tokens: int) -> int:
-        """By the arithmetic of blocks and frames alone."""
+        """Sequences of so many tokens that can run at once, by the arithmetic of blocks and frames alone."""
+        if tokens > self._image.manifest.context_length:
+            return 0
         free = max(0, self._place.frames - self._pages)
         blocks = kv_capacity_blocks(free, self._image.manifest.kv_bytes_per_token, self._place.page_bytes)
         return min(blocks // kv_blocks(tokens), self._place.max_batch_sequences)
@@ -112,18 +114,6 @@ class Sweep:
         return max(shard.page_count(self._place.page_bytes) for shard in self._shards)
 
     # ----
-
-    def _predict(self, tokens: int, points: Sequence[Point]) -> int:
-        """The frames that a token took at the largest point say how many sequences the free ones can hold."""
-        grown = [point for point in points if point.memory.kv]
-        if not grown:
-            raise ProfileError("No point used KV memory, so no breaking point can be told.")
-        most = max(grown, key=lambda point: point.memory.kv)
-        blocks = most.batch * kv_blocks(most.prompt_tokens + most.output_tokens)
-        block_bytes = most.memory.kv / blocks
-        free = (self._place.frames - self._pages) * self._place.page_bytes
-        fitting = int(free / block_bytes / kv_blocks(tokens) + 1e-9)
-        return min(fitting, self._place.max_batch_sequences)
 
     def _point(self, batch: int, prompt_tokens: int, output_tokens: int, runs: Sequence[Batch]) -> Point:
         prefills = [[its for its in ran.passes() if its["prefilled"]] for ran in runs]
@@ -139,11 +129,10 @@ class Sweep:
             prefill=prefill,
             prefill_passes=min(map(len, prefills)),
             decode=Spread.of(decodes),
-            first_token=_spread([request.first_token for ran in runs for request in ran.requests]),
-            latency=_spread([request.last_token for ran in runs for request in ran.requests]),
+            first_token=_spread([answer.first_token for ran in runs for answer in ran.answers]),
+            latency=_spread([answer.last_token for ran in runs for answer in ran.answers]),
             tokens_per_second=_spread([batch * output_tokens / ran.seconds for ran in runs]),
             busy=_median([sum(its["seconds"] for its in ran.passes()) / ran.seconds for ran in runs]),
-            joules=_joules(runs),
             moved=self._moved(batch, runs),
             memory=self._memory(runs),
         )
@@ -215,16 +204,13 @@ def _page_in(load: Mapping[str, Any]) -> PageIn:
 
 
 def _line(point: Point) -> str:
-    step = f"{point.decode.median * 1e3:8.2f} ms a step" if point.decode is not None else "never all at once"
+    step = "never all at once (use more --output-tokens)"
+    if point.decode is not None:
+        step = f"{point.decode.median * 1e3:8.2f} ms a step"
     return (
         f"{point.batch:4} × {point.prompt_tokens:5} tokens: prefill {point.prefill.median * 1e3:8.1f} ms, {step}, "
         f"{point.tokens_per_second.median:8.1f} tokens/s"
     )
-
-
-def _joules(runs: Sequence[Batch]) -> float | None:
-    used = [sum(rank["peaks"].get("millijoules", 0) for rank in ran.ranks) / 1e3 for ran in runs]
-    return _median(used) if all(used) else None
 
 
 def _spread(values: Sequence[float]) -> Spread:

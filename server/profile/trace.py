@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+THREADS = ("pass", "layer", "all_reduce", "all_gather", "send", "receive")
 DETAILS = ("prefilled", "decoded", "context", "paging", "nbytes")
 
 
@@ -17,12 +18,14 @@ def trace(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 def _events(rank: int, recording: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for number, name in enumerate(THREADS):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
     for span in recording["spans"]:
         yield {
             "ph": "X",
             "name": f"{span['name']} of {span['model']}" if span["model"] else span["name"],
             "pid": rank,
-            "tid": span["name"],
+            "tid": THREADS.index(span["name"]),  # Perfetto wants numbers
             "ts": span["at"] * 1e6,
             "dur": span["seconds"] * 1e6,
             "args": {name: span[name] for name in DETAILS if span[name]},

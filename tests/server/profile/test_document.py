@@ -64,6 +64,11 @@ def test_what_is_not_a_profile_counts_as_none(tmp_path: Path, text: str | None) 
     assert load(tmp_path, "one") is None
 
 
+def test_a_profile_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    assert load(tmp_path, "one") is None
+
+
 def test_a_profile_of_an_image_that_was_replaced_counts_as_none(tmp_path: Path) -> None:
     save(profile(point(1, 16), identity="another"), tmp_path)
     assert load(tmp_path, "one") is None
@@ -83,6 +88,8 @@ def test_a_page_takes_what_it_took_last() -> None:
     assert profile(page_ins=loads).page_seconds(1 << 21) == 0.1
     assert profile(page_ins=loads).page_seconds(1 << 23) == 0.4
     assert profile().page_seconds(1 << 21) is None
+    nothing = PageIn(source="none", nbytes=0, pages=0, seconds=0.0)  # all its pages were another model's, too
+    assert profile(page_ins=(nothing,)).page_seconds(1 << 21) is None
 
 
 def test_a_request_alone_takes_its_prompt_and_a_step_for_each_further_token() -> None:

@@ -31,6 +31,14 @@ def test_a_page_is_whole_and_needs_no_network() -> None:
         assert wanted in html
 
 
+def test_a_page_is_whole_where_nothing_was_moved_or_observed() -> None:
+    loads = (PageIn(source="none", nbytes=0, pages=0, seconds=0.0),)
+    broken = (BreakingPoint(tokens=72, predicted=1, observed=0, limited_by="memory"),)
+    html = page([full(page_ins=loads, breaking_points=broken, accuracy=None)])
+    assert "GB/s" not in html
+    assert "memory ends:" not in html
+
+
 def test_a_model_s_name_cannot_break_out_of_the_page() -> None:
     assert "<script>" not in page([full(model="<script>")])
 

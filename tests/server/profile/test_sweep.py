@@ -1,0 +1,48 @@
+"""What a sweep knows without a daemon: which batches can run at once, and what a line says of a point."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.profile import sweep as module
+from server.profile.sweep import Place, Plan, Sweep
+from tests.server.profile.test_document import point
+
+PAGE = 1 << 20
+
+
+class NoClient:
+    """Runs nothing that is to be looked at."""
+
+    async def run(self, *_: object) -> None: ...
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, told: list[str], *, frames: int = 10) -> Sweep:
+    monkeypatch.setattr(module, "calls", lambda image, rank: ())
+    shards = [SimpleNamespace(page_count=lambda page: 2)]
+    image: Any = SimpleNamespace(manifest=SimpleNamespace(shards=shards, context_length=100, kv_bytes_per_token=4096))
+    return Sweep(NoClient(), image, Place(frames, PAGE, 64, 512), told.append)  # type: ignore[arg-type]
+
+
+def test_a_batch_is_as_large_as_frames_engine_and_context_let_it_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sweep(monkeypatch, []).largest_batch(32) == 8 * PAGE // 4096 // 32  # 8 frames are left by the weights
+    assert sweep(monkeypatch, [], frames=1000).largest_batch(16) == 64
+    assert sweep(monkeypatch, []).largest_batch(100) > 0
+    assert sweep(monkeypatch, []).largest_batch(101) == 0
+    assert sweep(monkeypatch, [], frames=1).largest_batch(16) == 0
+
+
+def test_what_cannot_run_at_once_is_left_out_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    plan = Plan(batches=(65,), prompt_tokens=(16, 99), output_tokens=4, repeat=1)
+    assert asyncio.run(sweep(monkeypatch, told).points(plan)) == ()
+    assert told == [f"batch 65 of {prompt} + 4 tokens: left out, too large" for prompt in (16, 99)]
+
+
+def test_a_point_without_a_whole_step_says_what_to_do() -> None:
+    assert "20.00 ms a step" in module._line(point(1, 16, by_token=0.0))
+    assert "more --output-tokens" in module._line(point(1, 16).model_copy(update={"decode": None}))

@@ -30,7 +30,8 @@ STAY = 4.0
 """How much more another must be wanted for the link to turn to it in the middle of a page-in."""
 
 INSTANT = 0.005
-"""Seconds that make no difference."""
+"""Seconds that make no difference. Nothing is asked again sooner: costs rise while they are waited for, and looks that
+come ever closer to each other would end at a moment that is not later than the one before."""
 
 PREFETCH_HORIZON = 1.5
 """Loads. What is expected later is not brought in ahead."""
@@ -57,7 +58,7 @@ class Gswapd(Policy):
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
         costs = [self._return_cost(holder, now) for holder in holders if not holder.is_wanted]
         later = [cost for cost in costs if cost > want.waited]
-        return now + (min(later) - want.waited) / want.queue if later else None
+        return now + max(INSTANT, (min(later) - want.waited) / want.queue) if later else None
 
     def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Prefetch | None:
         soon, ask_at = [], []

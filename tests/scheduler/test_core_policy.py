@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 
@@ -184,6 +185,19 @@ def test_what_is_needed_soon_is_displaced_when_those_who_wait_have_waited_for_wh
     assert at is not None
     assert 100.0 < at < 101.0
     assert Gswapd().victims(want("new", waited=1.0), [soon], 100.0) == [soon]
+
+
+def test_looks_at_a_cost_that_rises_do_not_come_ever_closer() -> None:
+    """They would end at a moment that is not later than the one before, from which nothing asks again."""
+    times = list(accumulate((0.1 * (7 * index % 30 + 1) for index in range(30)), initial=0.0))
+    begin = times[-1] + 0.5
+    holders, now, looks = [keeps("kept", seen(*times))], begin, 0
+    while looks < 8 and not Gswapd().victims(want("new", waited=now - begin), holders, now):
+        at = Gswapd().worth_at(want("new", waited=now - begin), holders, now)
+        assert at is not None
+        now, looks = at, looks + 1
+    assert now - begin < 0.1
+    assert looks < 8
 
 
 def test_a_complete_model_with_a_queue_is_taken_only_for_one_past_its_bound() -> None:

@@ -185,7 +185,10 @@ class Catalog:
         self._scheduler.change_model(served)
         config = model.config
         if before.pinned and not config.pinned:
-            await self._scheduler.unpin(name)
+            try:
+                await self._scheduler.unpin(name)
+            except Refused as refusal:  # no reason to leave the models behind it as they were configured before
+                logger.error("Model %s could not be unpinned as configured: %s", name, refusal)
         elif (config.pinned and not before.pinned) or (config.preload and not before.preload):
             self._begin_warming(model)
         logger.info("Model %s is configured otherwise now", name)

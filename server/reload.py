@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from server.config import Config
 from server.errors import ApiError
 from server.service import Service
-from swapper.errors import ConfigError
+from swapper.errors import GswapdError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def reload(service: Service) -> list[str]:
 async def reload_on_signal(service: Service) -> None:
     try:
         await reload(service)
-    except (ConfigError, ApiError) as error:
+    except GswapdError as error:
         logger.error("The configuration was read again and not taken over: %s", error)
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from server.config import load_config
+from swapper.errors import Refused
 from tests.server.conftest import ServerThread, publish
 from tests.server.test_chat import HELLO
 from tests.server.test_errors import error_of
@@ -84,6 +85,16 @@ def test_models_are_configured_anew(http: httpx.Client, server: ServerThread, wr
     chat = {"messages": HELLO, "max_tokens": 1}
     http.post("/v1/chat/completions", json={"model": "mini"} | chat).raise_for_status()
     error_of(http.post("/v1/chat/completions", json={"model": "tiny"} | chat), 404)
+
+
+def test_an_unpin_that_is_refused_keeps_no_other_change_back(
+    http: httpx.Client, server: ServerThread, write: Write
+) -> None:
+    server.scheduler.refusals["unpin"] = Refused("queue_full", "Too much to do.")
+    write({"models": {"other": {}, "smol": {"ttl": 5}}})
+    assert reload(http) == ["models.other.pinned", "models.smol.aliases", "models.smol.ttl"]
+    assert server.scheduler.served["smol"].ttl == 5
+    assert reload(http) == []
 
 
 def test_models_stay_known_when_the_store_changes_afterwards(

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
 
+from server import tokens
 from server.tokens import (
     LONG_CONVERSATION,
     LONG_TEXT,
@@ -73,6 +75,27 @@ def test_an_answer_ends_at_any_end_token(directory: Path, files: dict[str, objec
 def test_no_chat_template(directory: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no chat template"):
         ModelTokenizer("m", directory).encode_chat(Chat(CHAT))
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ 1 / 0 }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"])
+def test_whatever_a_template_raises_is_the_templates(directory: Path, template: str) -> None:
+    tokenizer = ModelTokenizer("m", directory)
+    tokenizer._tokenizer.chat_template = template
+    with pytest.raises(ChatTemplateError, match="refuses these messages"):
+        tokenizer.encode_chat(Chat(CHAT))
+
+
+def test_a_tokenizer_that_could_not_be_read_once_is_read_again(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        tokenizers = Tokenizers(1)
+        monkeypatch.setattr(tokens, "_load", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            await tokenizers.get("m", smollm2, (1, 1))
+        monkeypatch.undo()
+        await tokenizers.get("m", smollm2, (1, 1))
+        tokenizers.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json"])

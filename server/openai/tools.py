@@ -103,7 +103,7 @@ def _no_tools(why: str) -> ApiError:
 
 
 class ToolCallParser:
-    """Parts one answer into text and calls. White space around calls is not shown."""
+    """Parts one answer into text and calls. Of an answer with calls, white space at its ends is not shown."""
 
     def __init__(self, format: ToolFormat, *, single: bool = False, begun: bool = False) -> None:
         """With `single`, nothing comes after the first call; with `begun`, the prompt has opened it."""
@@ -113,6 +113,7 @@ class ToolCallParser:
         self._text = ""  # not yet known to be text or part of a call
         self._space = ""  # white space that is shown only if text follows
         self._is_new = True  # nothing but white space has come since the beginning, or since the last call
+        self._has_shown = False  # any text but white space
         self.called = False
 
     @property
@@ -167,17 +168,17 @@ class ToolCallParser:
         calls = self._format.calls(body)[: 1 if self._single else None]
         if not calls:
             return self._shown(f"{self._format.begin}{body}{end}"), []
-        self._space = ""
         self._is_new = self.called = True
         return "", calls
 
     def _shown(self, text: str) -> str:
         text = self._space + text
-        if self._is_new and self.called:
+        if self.called and not self._has_shown:
             text = text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
         self._is_new &= not kept
+        self._has_shown |= bool(kept)
         return kept
 
 

@@ -201,6 +201,8 @@ ANSWERS: list[tuple[ToolFormat, str, str, Sequence[tuple[str, str]]]] = [
     (HERMES, " plain <tool text> \n", " plain <tool text> \n", []),
     (HERMES, "<tool_call>nope</tool_call> ok\n", "<tool_call>nope</tool_call> ok\n", []),
     (HERMES, '<tool_call>{"name": "clock"}</tool_call>\nDone. ', "Done.", [TIME]),
+    (HERMES, 'See.\n<tool_call>{"name": "clock"}</tool_call>\nDone. ', "See.\n\nDone.", [TIME]),
+    (HERMES, ' \n<tool_call>{"name": "clock"}</tool_call> Done.', "Done.", [TIME]),
     (HERMES, '<tool_call>{"name": "clock"}', "", [TIME]),
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     (LLAMA, '\n{"name": "weather", "parameters": {"city": "Rome"}}', "", [ROME]),

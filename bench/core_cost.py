@@ -3,11 +3,12 @@
     python -m bench.core_cost
 
 There are five models a group, of which two fit. Two loads: one whose popularity is skewed, so that most requests find
-their model in memory, and one that thrashes, where all models are asked for alike and every link is busy all the time.
-Bars are on the first; the second is told beside it. A simulation first runs warm. Only `SchedulerCore.step` is timed,
-except for the million, which is the simulator's time as a whole. Times are the process's own (of a step, the time that
-passed, times the share that the process had of a processor meanwhile), so that neighbours on the machine count as
-little as can be. The figures are also drawn: `bench/results/core_cost.svg`.
+their model in memory, though a load's 17 extents, each a PagedIn and a PagedOut with a decision of its own, still make
+most of the events, about ten a request; and one that thrashes, where all models are asked for alike and every link is
+busy all the time. Bars are on the first; the second is told beside it. A simulation first runs warm, so start-up does
+not count. Only `SchedulerCore.step` is timed, except for the million, which is the simulator's time as a whole. Times
+are the process's own (of a step, the time that passed, times the share that the process had of a processor meanwhile),
+so that neighbours on the machine count as little as can be. The figures are also drawn: `bench/results/core_cost.svg`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class GroupPlan:
     # ---- what is wanted
 
     def _want(self, name: str) -> Want | None:
-        """None if nothing is wanted any more."""
+        """None if nothing is wanted any more, or not before an extent is in: it need not be ranked then."""
         state, group = self._state, self._group
         model, placement = state.models[name], group.placements.get(name)
         now, spec, config = state.now, model.spec, state.config
@@ -110,8 +110,10 @@ class GroupPlan:
             del group.wanted[name]
             model.targets.pop(group.name, None)
             return None
-        load = 0.0 if is_in else remaining_seconds(state, group, model)
         bound = spec.max_wait if spec.max_wait is not None else config.wait_bound
+        if not is_in and group.is_reading and now < since + (bound - load_seconds(state, group, model)):
+            return None  # it is due no earlier than with all of its load ahead
+        load = 0.0 if is_in else remaining_seconds(state, group, model)
         run, slo = run_seconds(state, model), spec.slo
         return Want(
             name,

@@ -37,7 +37,9 @@ class Ledger:
     @property
     def least_free(self) -> int:
         """Frames free on the fullest rank."""
-        return self.capacity - self._kv_total - max(map(len, self._holders))
+        holders = self._holders
+        fullest = len(holders[0]) if len(holders) == 1 else max(map(len, holders))
+        return self.capacity - self._kv_total - fullest
 
     def missing(self, shards: Shards, first: int = 0, last: int | None = None) -> list[int]:
         """For each rank, how many frames it takes to hold pages `[first, last)` beyond those that are held already."""

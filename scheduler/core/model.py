@@ -58,7 +58,9 @@ class Model:
     @property
     def is_leaving(self) -> bool:
         """Whether it admits nothing now, because it is to go first."""
-        return self.removed or (bool(self.jobs) and any(job.kind == "evict" for job in self.jobs))
+        if not self.jobs:
+            return self.removed
+        return self.removed or any(job.kind == "evict" for job in self.jobs)
 
     def loads(self) -> list[Job]:
         return [job for job in self.jobs if job.kind == "load"]

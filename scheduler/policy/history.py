@@ -69,8 +69,10 @@ class History:
                 total += exp(-self._sorted[index] / patience)
                 tails[index] = total
             self._tails[patience] = tails
-        seen = exp(min(50.0, elapsed / patience)) * tails[begin]
-        return min(1.0, (seen + DOUBT * guess) / (known - begin + DOUBT))
+        loads = elapsed / patience
+        seen = exp(loads if loads < 50.0 else 50.0) * tails[begin]
+        value = (seen + DOUBT * guess) / (known - begin + DOUBT)
+        return value if value < 1.0 else 1.0
 
     def next_use(self, now: float) -> float | None:
         """When the next request may come: at the median of the gaps that are still possible. None: cannot be told."""

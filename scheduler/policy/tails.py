@@ -64,7 +64,7 @@ class _Frames:
     @property
     def short(self) -> int:
         """Frames lacking on the worst rank; negative when there are more than enough."""
-        return max(self._short)
+        return max(self._short) if len(self._short) > 1 else self._short[0]
 
     def take(self, holder: Holder, index: int) -> None:
         for rank, (taken, counts, incoming) in enumerate(self._ranks):

@@ -125,13 +125,13 @@ class Simulator:
             self._after_step(self.now)
 
     def _carry_out(self, action: actions.Action) -> None:
-        match action:
-            case actions.Serve():
-                self._processors[action.group].serve(self._open[action.request])
+        match action:  # the most frequent first: cases are tried one after another
             case actions.PageIn():
                 self._memories[action.group].page_in(action)
             case actions.PageOut():
                 self._memories[action.group].page_out(action)
+            case actions.Serve():
+                self._processors[action.group].serve(self._open[action.request])
             case actions.GrantKv():
                 self.at(self.now, self._granted, action)
             case actions.Suspend():

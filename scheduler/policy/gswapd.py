@@ -1,7 +1,7 @@
 """Ours: the most waiting requests a second of link time first, the pages that will be missed least.
 
-- Each extent is a new decision; what has arrived stays. Who comes first is who has most requests waiting for each
-  second that it takes to bring it in and run it; who has waited past its bound comes before all others.
+- Each extent is a new decision; what has arrived stays. Who comes first is who has most requests waiting, and longest,
+  for each second that it takes to bring it in and run it; who has waited past its bound comes before all others.
 - Pages are taken from whom no request waits for, least value first (`history.py`). A model that is worth keeping goes
   only when those who wait have together waited for longer than its return would cost.
 - A complete model with requests waiting is never taken, except for one past its bound.
@@ -28,6 +28,9 @@ SHORTEST_PATIENCE = 0.05
 
 STAY = 4.0
 """How much more another must be wanted for the link to turn to it in the middle of a page-in."""
+
+AGEING = 1.0
+"""Seconds that, waited all together, count as one more who waits; else who is alone and takes long waits for all."""
 
 INSTANT = 0.005
 """Seconds that make no difference. Nothing is asked again sooner: costs rise while they are waited for, and looks that
@@ -83,7 +86,8 @@ class Gswapd(Policy):
         if want.slack is not None and 0 <= want.slack <= want.load + want.run:
             return 1, -want.priority, want.slack, want.number
         stay = STAY if want.is_next else 1.0
-        return 2, -want.priority, -stay * want.queue / (want.load + want.run + INSTANT), want.number
+        urgency = stay * (want.queue + want.waited / AGEING) / (want.load + want.run + INSTANT)
+        return 2, -want.priority, -urgency, want.number
 
     def _may_go(self, holder: Holder, want: Want, now: float) -> bool:
         if holder.is_wanted:

@@ -187,6 +187,12 @@ def test_what_is_needed_soon_is_displaced_when_those_who_wait_have_waited_for_wh
     assert Gswapd().victims(want("new", waited=1.0), [soon], 100.0) == [soon]
 
 
+def test_who_is_alone_comes_before_more_when_it_has_waited_for_long() -> None:
+    alone, many = want("alone", waited=3.5), want("many", queue=3, waited=0.3)
+    assert [w.model for w in Gswapd().order([want("alone"), many], 0.0)] == ["many", "alone"]
+    assert [w.model for w in Gswapd().order([alone, many], 0.0)] == ["alone", "many"]
+
+
 def test_looks_at_a_cost_that_rises_do_not_come_ever_closer() -> None:
     """They would end at a moment that is not later than the one before, from which nothing asks again."""
     times = list(accumulate((0.1 * (7 * index % 30 + 1) for index in range(30)), initial=0.0))

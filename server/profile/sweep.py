@@ -73,14 +73,12 @@ class Sweep:
         """Predicted by arithmetic, and then run: a few more requests than should fit."""
         predicted = self.largest_batch(tokens)
         asked = math.ceil(predicted * 1.05) + 2
-        # The first ones must still be there when the last ones have begun.
-        prefills = math.ceil(asked * tokens / self._place.max_batch_tokens)
-        output_tokens = min(prefills + 8, tokens // 2)
+        output_tokens = _lasting_answer(asked, tokens, self._place.max_batch_tokens)
         prompt_tokens = tokens - output_tokens
         ran = await self._client.run(asked, prompt_tokens, output_tokens, self._next_seed())
         observed = max((its["decoded"] for its in ran.passes()), default=0)
         again = sum(its["prefilled"] for its in ran.passes()) > asked * prompt_tokens
-        engine = self._place.max_batch_sequences
+        engine = self._most_sequences
         return BreakingPoint(
             tokens=tokens,
             predicted=predicted,
@@ -106,7 +104,12 @@ class Sweep:
             return 0
         free = max(0, self._place.frames - self._pages)
         blocks = kv_capacity_blocks(free, self._image.manifest.kv_bytes_per_token, self._place.page_bytes)
-        return min(blocks // kv_blocks(tokens), self._place.max_batch_sequences)
+        return min(blocks // kv_blocks(tokens), self._most_sequences)
+
+    @property
+    def _most_sequences(self) -> int:
+        """Each has a token in every pass."""
+        return min(self._place.max_batch_sequences, self._place.max_batch_tokens)
 
     @property
     def _pages(self) -> int:
@@ -175,6 +178,13 @@ class Sweep:
     def _next_seed(self) -> int:
         self._seed += 1
         return self._seed
+
+
+def _lasting_answer(sequences: int, tokens: int, pass_tokens: int) -> int:
+    """How many of a sequence's tokens must be its answer's, for the first sequences to be there still when the last one
+    has begun. Their decodes take part of the passes that prompts need."""
+    passes = sequences / max(1, pass_tokens - sequences)  # at most, for a token of each prompt
+    return min(math.ceil((tokens * passes + 8) / (1 + passes)), tokens - 1)
 
 
 def _bytes_of(one: Mapping[str, Any], made: Sequence[Call]) -> int:

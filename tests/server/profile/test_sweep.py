@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,28 @@ def test_what_cannot_run_at_once_is_left_out_and_told(monkeypatch: pytest.Monkey
     plan = Plan(batches=(65,), prompt_tokens=(16, 99), output_tokens=4, repeat=1)
     assert asyncio.run(sweep(monkeypatch, told).points(plan)) == ()
     assert told == [f"batch 65 of {prompt} + 4 tokens: left out, too large" for prompt in (16, 99)]
+
+
+def test_as_many_run_at_once_as_tokens_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    its = sweep(monkeypatch, [], frames=1000)
+    its._place = replace(its._place, max_batch_tokens=16)
+    assert its.largest_batch(16) == 16
+
+
+@pytest.mark.parametrize("pass_tokens", [96, 128, 512, 2048])
+@pytest.mark.parametrize("tokens", [64, 240, 4096])
+@pytest.mark.parametrize("sequences", [3, 20, 66])
+def test_the_first_answer_lasts_until_the_last_prompt_has_begun(sequences: int, tokens: int, pass_tokens: int) -> None:
+    answer = module._lasting_answer(sequences, tokens, pass_tokens)
+    prompts, answered = [tokens - answer] * sequences, 0
+    while prompts[-1]:
+        decoding = prompts.count(0)
+        answered += decoding > 0
+        budget = pass_tokens - decoding
+        for place, left in enumerate(prompts):
+            chunk = min(left, budget)
+            prompts[place], budget = left - chunk, budget - chunk
+    assert answered < answer
 
 
 def test_a_point_without_a_whole_step_says_what_to_do() -> None:

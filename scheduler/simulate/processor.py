@@ -60,16 +60,23 @@ class Processor:
         self._memory = memory
         self._simulator = simulator
         self._streaming = streaming
-        self._batches = {name: Batch(model, []) for name, model in models.items()}
+        self._models = models
+        self._batches: dict[str, Batch] = {}  # of models that ever came here: of thousands, few do
         self._urgent: deque[Batch] = deque()
         self._others: deque[Batch] = deque()
         self._is_free = True
         simulator.outcome.busy_seconds[group.name] = 0.0
 
     def serve(self, request: Running) -> None:
-        batch = self._batches[request.model.spec.name]
+        batch = self._batch(request.model.spec.name)
         batch.running.append(request)
         self._queue(batch)
+
+    def _batch(self, model: str) -> Batch:
+        batch = self._batches.get(model)
+        if batch is None:
+            batch = self._batches[model] = Batch(self._models[model], [])
+        return batch
 
     def cancel(self, ident: str) -> None:
         """It leaves at the end of the pass."""
@@ -79,18 +86,18 @@ class Processor:
                     request.cancelled = True
 
     def suspend(self, action: actions.Suspend) -> None:
-        batch = self._batches[action.model]
+        batch = self._batch(action.model)
         batch.suspend = action
         if not batch.queued:
             self._suspend(batch)
 
     def resume(self, action: actions.Resume) -> None:
-        batch = self._batches[action.model]
+        batch = self._batch(action.model)
         simulator = self._simulator
         simulator.at(simulator.now + self._copy_seconds(batch), self._resumed, batch, action)
 
     def pages_changed(self, model: str) -> None:
-        self._queue(self._batches[model])
+        self._queue(self._batch(model))
 
     def _suspend(self, batch: Batch) -> None:
         assert batch.suspend is not None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
+COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -25,7 +25,8 @@ def doctor(
     problems = 0
     for finding in examine(load_config(config)):
         problems += finding.verdict == "problem"
-        console.print(f"{MARKS[finding.verdict]:<18} {finding.name}: {finding.found}", soft_wrap=True)
+        mark = f"[{COLOURS[finding.verdict]}]{finding.verdict:<7}[/]"
+        console.print(f"{mark}  {finding.name}: {finding.found}", soft_wrap=True)
         if finding.advice:
             console.print(f"{'':<9}→ {finding.advice}", soft_wrap=True, markup=False)
     if problems:

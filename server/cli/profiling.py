@@ -70,4 +70,4 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(rich_help_panel="Models")(profile)
+    app.command(rich_help_panel="Measuring and foreseeing")(profile)

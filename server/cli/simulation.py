@@ -27,7 +27,7 @@ class NotSimulated(GswapdError):
 
 def simulate(
     config: Annotated[
-        Path | None, typer.Argument(help="Configuration file. Default: gswapd.yaml here, if any.")
+        Path | None, typer.Argument(metavar="CONFIG", help="Configuration file. Default: gswapd.yaml here, if any.")
     ] = None,
     workload: Annotated[
         Path | None, typer.Option(help="CSV trace: time,model,prompt_tokens,output_tokens, or the Azure LLM trace's.")
@@ -98,7 +98,7 @@ def simulate(
 
 
 def replay(
-    journal: Annotated[Path, typer.Argument(help="A file that gswapd serve --journal wrote.")],
+    journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="A file that gswapd serve --journal wrote.")],
     model: Annotated[str | None, typer.Option(help="Show all that was decided about this model.")] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="Simulate the same requests, as the machine was, under this policy.")
@@ -230,4 +230,4 @@ def _show(outcomes: dict[str, Outcome], setting: Sequence[str], report: Path | N
 
 def register(app: typer.Typer) -> None:
     for command in (simulate, replay):
-        app.command(rich_help_panel="Without a cluster")(command)
+        app.command(rich_help_panel="Measuring and foreseeing")(command)

@@ -70,7 +70,9 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def add(
-    source: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint directory with *.safetensors files.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A Hugging Face checkpoint directory with *.safetensors files.")
+    ],
     name: Annotated[str, typer.Option(help="The name that requests will use.")],
     dtype: Annotated[
         str | None, typer.Option(help="Convert to bfloat16, float16 or float32. Default: the checkpoint's.")

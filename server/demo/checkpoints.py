@@ -2,6 +2,8 @@
 
 The package carries the model as a GGUF file; transformers turns it into the safetensors directory that
 `gswapd add` takes. It is done once and kept in a cache directory.
+
+`python -m server.demo.checkpoints DIRECTORY` writes it and two siblings there, for whoever wants to try `gswapd add`.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from swapper.errors import SourceError
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SIBLINGS = {"smollm2-middle": range(6, 18), "smollm2-late": range(18, 30)}
+SCALE = 0.98
 
 
 def cache_directory() -> Path:
@@ -75,3 +80,23 @@ def sibling(source: Path, target: Path, layers: range, scale: float) -> Path:
         if file.suffix != ".safetensors":
             shutil.copy2(file, target)
     return target
+
+
+def siblings(directory: Path) -> dict[str, Path]:
+    """SmolLM2's two siblings of the demo, written to `directory`."""
+    return {name: sibling(smollm2(), directory / name, layers, SCALE) for name, layers in SIBLINGS.items()}
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m server.demo.checkpoints DIRECTORY")
+    directory = Path(sys.argv[1])
+    try:
+        print(shutil.copytree(smollm2(), directory / "smollm2"))
+        print(*siblings(directory).values(), sep="\n")
+    except FileExistsError as error:
+        sys.exit(f"{error.filename} is there already.")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from server.cli.remote import human_bytes
 from server.cli.store import progress_bar
-from server.demo.checkpoints import sibling, smollm2
+from server.demo.checkpoints import SCALE, siblings, smollm2
 from server.demo.daemon import DaemonProcess
 from swapper.geometry import GRANULE_BYTES, kv_frames
 from swapper.image import Image
@@ -28,8 +28,6 @@ from worker.add import add_model
 
 PAGE_BYTES = GRANULE_BYTES  # small pages: these models are small
 KV_TOKENS = 1024
-SIBLINGS = {"smollm2-middle": range(6, 18), "smollm2-late": range(18, 30)}
-SCALE = 0.98
 QUESTIONS = (
     "What is the capital of France?",
     "Name three colours of the rainbow.",
@@ -39,11 +37,8 @@ QUESTIONS = (
 
 def add_models(store: Store, scratch: Path) -> dict[str, Image]:
     """SmolLM2 and its siblings, packed into the store; `scratch` takes the siblings' checkpoints."""
-    base = smollm2()
-    checkpoints = {"smollm2": base}
-    checkpoints |= {name: sibling(base, scratch / name, layers, SCALE) for name, layers in SIBLINGS.items()}
     images = {}
-    for name, checkpoint in checkpoints.items():
+    for name, checkpoint in {"smollm2": smollm2(), **siblings(scratch)}.items():
         with progress_bar(f"packing {name}") as progress:
             images[name] = add_model(store, checkpoint, name, progress=progress)
     return images

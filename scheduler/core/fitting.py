@@ -66,8 +66,8 @@ def never_fits(state: State, model: Model, kv_frames: int) -> bool:
 
 
 def why_not(state: State, model: Model, kv_frames: int) -> str:
-    """A sentence for `never_fits`: bytes needed and available on the best group, and who is pinned there."""
-    name, page_bytes = model.spec.name, state.config.page_bytes
+    """A sentence for `never_fits`: memory needed and available on the best group, and who is pinned there."""
+    name = model.spec.name
     groups = matching_groups(state, model)
     if not groups:
         return f"No group of {len(model.spec.shards)} workers has come up yet, which model {name} needs."
@@ -76,15 +76,19 @@ def why_not(state: State, model: Model, kv_frames: int) -> str:
     pinned = pinned_on(best, model)
     taken = frames_needed(best, model, kv_frames) - alone - kv_frames
     available = best.ledger.capacity - taken
+
+    def size(frames: int) -> str:
+        count = frames * state.config.page_bytes
+        return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count} bytes"
+
     sentence = (
-        f"Model {name} needs {(alone + kv_frames) * page_bytes} bytes ({alone * page_bytes} of weights, "
-        f"{kv_frames * page_bytes} of KV cache), but group {best.name} can give it {available * page_bytes} bytes "
-        f"of its {best.ledger.capacity * page_bytes}"
+        f"Model {name} needs {size(alone + kv_frames)} ({size(alone)} of weights, {size(kv_frames)} of KV cache), "
+        f"but group {best.name} can give it {size(available)} of its {size(best.ledger.capacity)}"
     )
     if not pinned:
         return sentence + "; use a group with more memory, or ask for fewer tokens."
     names = ", ".join(other.spec.name for other in pinned)
-    return sentence + f": pinned models ({names}) keep {taken * page_bytes} bytes. Unpin one of them."
+    return sentence + f": pinned models ({names}) keep {size(taken)}. Unpin one of them."
 
 
 def choose_home(state: State, model: Model) -> Group | None:

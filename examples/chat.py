@@ -1,6 +1,6 @@
 """Chat with a model, as its answer comes: `python examples/chat.py smollm2 "What do bees make?"`.
 
-Whether the model is in memory makes no difference to a client; the first token of one that is not takes a little longer.
+A client need not know whether the model is in memory: the first token of one that is not takes a little longer.
 `GSWAPD_URL` and `GSWAPD_API_KEY` name another daemon than the one at 127.0.0.1:8321, and its key.
 """
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -193,3 +196,14 @@ def test_a_tool_is_called(openai: OpenAI, tooled: str) -> None:
     assert call.type == "function"
     assert call.function.name == "weather"
     assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+
+def test_the_examples_run(daemon: DaemonProcess, encoder: str) -> None:
+    def printed(example: str, *words: str) -> str:
+        command = [sys.executable, f"examples/{example}.py", *words]
+        root, env = Path(__file__).parents[2], {**os.environ, "GSWAPD_URL": daemon.url}
+        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert printed("chat", "smollm2", "What is the capital of France?") == "The capital of France is Paris.\n"
+    nearest = printed("embeddings", encoder, "a purring pet", "a lorry", "a cat").splitlines()
+    assert [line.split("  ")[1] for line in nearest] == ["a cat", "a lorry"]

@@ -72,3 +72,6 @@ def test_the_command_ends_with_1_where_there_is_a_problem(tmp_path: Path, monkey
     assert done.exit_code == 1
     assert "problem" in done.output
     assert "→ Make memory.pool or memory.host_tier smaller" in done.output
+    findings = [line for line in done.output.splitlines() if not line.startswith(" ")]
+    assert {line[7:9] for line in findings} == {"  "}, "findings begin in one column, whatever the verdict"
+    assert all(line[9] != " " for line in findings)

@@ -5,7 +5,10 @@
 The hardware is that of Computron's paper at 2 x 2: a whole swap-in takes 0.423 s, a batch 0.057 s. Requests are single
 forward passes; arrivals are gamma processes, the same for everybody. Baselines, frozen: (a) Computron's policy with its
 mechanism (`bench/baselines.py`); (b) least recently used with our mechanism (tails, streaming start, free swap-out),
-which shows what policy adds to mechanism. Bytes are page-ins. Every setting runs with one default configuration.
+which shows what policy adds to mechanism. (b) is the core's own `lru`, so that it is the same here and in the daemon;
+with it comes what the core does for every policy: requests are served as they come, and what is served keeps its pages.
+It has no extent-by-extent decisions and no prefetch. Bytes are page-ins. Every setting runs with one default
+configuration.
 
 Figures are averages over seeds. With `--published`, (a) runs against Computron's own flawed generator for 30 s, beside
 the latencies that its paper tells of.

@@ -44,7 +44,9 @@ def set_home(state: State, model: Model, group: Group | None) -> None:
     model.home = group.name if group is not None else None
     if group is not None:
         group.pinned[model.spec.name] = model
-    state.shape(model).changed()
+    shape = state.shape(model)
+    shape.changed()
+    state.touched_models |= shape.homeless
     state.touched_models[model.spec.name] = None
 
 

@@ -72,6 +72,7 @@ class Shape:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self.stalled: dict[str, None] = {}  # models that wait for memory on a group that has none to give
+        self.homeless: dict[str, None] = {}  # models that wait and fit on no group that is up, beside its pins
         self._sizes: Sizes | None = None
         self._heap: list[tuple[tuple[int, int], str]] = []  # the groups by how little they have to do and how much room
 

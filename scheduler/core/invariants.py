@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.core.core import SchedulerCore
-from scheduler.core.fitting import MINIMAL_KV, can_hold
+from scheduler.core.fitting import MINIMAL_KV, can_hold, matching_groups
 from scheduler.core.group import Group
 from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Placement
@@ -21,6 +21,7 @@ def check(core: SchedulerCore) -> None:
             _check_work(state, placement)
     _check_requests(state)
     _check_pins(state)
+    _check_places(state)
 
 
 def _check_frames(state: State, group: Group) -> None:
@@ -90,3 +91,12 @@ def _check_pins(state: State) -> None:
             assert model.pinned is not None, f"{model.spec.name} has a home and is not pinned"
             home = state.groups[model.home]
             assert can_hold(home, model, MINIMAL_KV), f"the pins on {model.home} do not fit together"
+
+
+def _check_places(state: State) -> None:
+    """Who waits, waits somewhere, if there is a group that could ever have it."""
+    for model in state.models.values():
+        if model.waiting and not model.targets and not model.is_leaving and state.now >= model.retry_at:
+            kv = model.waiting[0].kv_frames
+            possible = [g.name for g in matching_groups(state, model) if g.up and can_hold(g, model, kv)]
+            assert not possible, f"{model.spec.name} waits nowhere, and {possible[0]} could have it"

@@ -79,9 +79,15 @@ class Planner:
             return
         if model.is_leaving:
             self._set_targets(model, {})
+            self._state.shape(model).homeless.pop(model.spec.name, None)
             self._leave(model)
             return
         targets = self._targets(model)
+        homeless = self._state.shape(model).homeless
+        if not targets and (model.waiting or model.loads()):
+            homeless[model.spec.name] = None  # looked at again when pins change or a group comes up
+        else:
+            homeless.pop(model.spec.name, None)
         if targets or model.targets:
             self._set_targets(model, targets)
         for placement in list(model.placements.values()):
@@ -183,6 +189,7 @@ class Planner:
     def _delete(self, model: Model) -> None:
         name = model.spec.name
         self._set_targets(model, {})
+        self._state.shape(model).homeless.pop(name, None)
         for other in self._state.shape(model).groups.values():
             other.known.pop(name, None)
             other.in_vain.pop(name, None)

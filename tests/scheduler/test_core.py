@@ -276,6 +276,19 @@ def test_a_model_pinned_on_one_group_may_run_on_another_when_the_request_is_too_
     assert {placement.group for placement in view.placements if placement.resident} == {"home"}
 
 
+def test_who_fits_nowhere_beside_the_pins_is_looked_at_again_when_a_pin_goes() -> None:
+    desk = Desk(near=2, far=2)
+    desk.add("A", (1,))
+    desk.add("B", (2,))
+    desk.answer(desk.send(ev.Pinned(0.0, "j", "B")))
+    (home,) = [group.name for group in desk.core.groups() if group.free < 2]
+    other = "far" if home == "near" else "near"
+    desk.answer(desk.arrive("a", "A", kv=1))
+    desk.send(ev.WorkerLost(1.0, other, "killed"))
+    actions = desk.answer(desk.send(ev.Unpinned(2.0, "u", "B")))
+    assert only(actions, act.Serve) == [act.Serve("a", home)]
+
+
 # ---- coming and going
 
 

@@ -7,6 +7,7 @@ which profiles inference by time, accuracy, communication and memory against bat
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from swapper.durable import write_file
 from swapper.errors import StoreError
+
+logger = logging.getLogger(__name__)
 
 FILE = "profile.json"
 
@@ -182,9 +185,17 @@ def save(profile: Profile, directory: Path) -> Path:
 
 
 def load(directory: Path, identity: str) -> Profile | None:
-    """The profile beside an image; None if there is none that can be read, or one of another image or version."""
+    """The profile beside an image; None if there is none, or, with a warning, if it cannot be used."""
+    path = directory / FILE
     try:
-        profile = Profile.model_validate_json((directory / FILE).read_bytes())
-    except (OSError, ValidationError):
+        profile = Profile.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
         return None
-    return profile if profile.identity == identity else None
+    except (OSError, ValidationError):
+        why = "cannot be read, or is of another version"
+    else:
+        if profile.identity == identity:
+            return profile
+        why = "is of another image"
+    logger.warning("%s %s, and is not used. Make a new one with: gswapd profile", path, why)
+    return None

@@ -58,10 +58,13 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"version": 2}'], ids=["none", "empty", "no profile", "newer"])
-def test_what_is_not_a_profile_counts_as_none(tmp_path: Path, text: str | None) -> None:
+def test_what_is_not_a_profile_counts_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
+) -> None:
     if text is not None:
         (tmp_path / FILE).write_text(text)
     assert load(tmp_path, "one") is None
+    assert ("gswapd profile" in caplog.text) == (text is not None)
 
 
 def test_a_profile_that_cannot_be_read_counts_as_none(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def arrived(state: State, event: Arrived) -> None:
     )
     state.requests[request.id] = request
     model.history.arrived(event.at)
+    model.sent_away = False
     state.enqueue(request)
 
 
@@ -79,6 +80,7 @@ def evict_wanted(state: State, event: EvictWanted) -> None:
     if model.pinned is not None:
         _reject(state, event.job, "pinned", f"Model {event.model} is pinned; unpin it before it is evicted.")
         return
+    model.sent_away = True
     if _open_job(state, event.job, "evict", model, event.at):
         for job in model.loads():
             state.fail_job(job, "load_failed", f"The load of model {event.model} was given up because it is evicted.")

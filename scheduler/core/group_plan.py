@@ -245,7 +245,12 @@ class GroupPlan:
     def _candidate(self, name: str) -> Holder | None:
         """A model that was paged out here, if it could be brought in again."""
         group, model = self._group, self._state.models[name]
-        if name in group.wanted or model.is_leaving or model.history.next_use(self._state.now) is None:
+        if (
+            name in group.wanted
+            or model.is_leaving
+            or model.sent_away
+            or model.history.next_use(self._state.now) is None
+        ):
             return None
         placement = group.placements.get(name)
         if placement is None or placement.phase is Phase.ABSENT:

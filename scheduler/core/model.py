@@ -41,6 +41,7 @@ class Model:
     page_seconds: float | None = None  # measured: to read one of its pages
     run_seconds: float | None = None  # measured: from when it could run to its end, a request
     history: History = field(default_factory=History)
+    sent_away: bool = False  # by an operator or its time to live: not brought in ahead until it is asked for again
     explained: deque[Explained] = field(default_factory=lambda: deque(maxlen=DECISIONS))
     mesh: Mesh = field(init=False)
     pages: int = field(init=False)

@@ -180,6 +180,7 @@ class Planner:
             return
         idle = self._state.now - last
         self._state.explain(model, "evicted", "It was idle for {:.1f} s; its ttl is {:g} s.", idle, ttl)
+        model.sent_away = True
         for placement in held:
             self._page_out(placement)
 

@@ -68,6 +68,7 @@ def test_every_query_of_the_dashboards_finds_something(config: dict[str, Any], t
         prometheus(tmp_path, daemon.url) as api,
         Client(daemon.url) as client,
     ):
+        client.until(lambda: api.get("/-/ready").is_success)  # it answers before it is
         client.until(lambda: answers(api, "up") == answers(api, "up == 1") != [])
         for _ in range(3):
             for model in MODELS:

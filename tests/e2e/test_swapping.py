@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import wait
 
@@ -91,7 +92,7 @@ def test_pins_that_do_not_fit_together_are_refused_in_bytes(client: Client) -> N
     client.post(f"/admin/models/{A}/pin").raise_for_status()
     refused = client.post(f"/admin/models/{B}/pin")
     assert refused.status_code == 409
-    assert "bytes" in refused.json()["error"]["message"]
+    assert re.search(r"needs [\d.]+ MB .* can give it [\d.]+ MB", refused.json()["error"]["message"])
     assert not client.models()[B]["pinned"]
 
 
@@ -165,19 +166,22 @@ def test_memory_is_flat_over_two_hundred_swaps(client: Client) -> None:
         for index in range(count):
             client.complete((A, B)[index % 2], max_tokens=1).raise_for_status()
 
-    def memory() -> tuple[float, float, float]:
+    def memory() -> tuple[float, float]:
+        """With no page in: then every frame is free."""
+        for name in (A, B, C):
+            client.post(f"/admin/models/{name}/evict").raise_for_status()
+        client.until(lambda: client.metric("gswapd_frames", use="free") == client.metric("gswapd_frames"))
         return (
-            client.metric("gswapd_frames", use="free"),
             client.metric("process_resident_memory_bytes"),
             client.metric("gswapd_worker_resident_memory_bytes"),
         )
 
     cycle(40)  # allocators and caches reach their working size
-    frames, daemon, worker = memory()
+    daemon, worker = memory()
     swaps = client.metric("gswapd_swap_in_seconds_count")
     cycle(200)
-    assert client.metric("gswapd_swap_in_seconds_count") == swaps + 200
-    frames_after, daemon_after, worker_after = memory()
-    assert frames_after == frames
+    # An idle link brings in ahead what is expected next: more swaps than requests, and the first may have been before.
+    assert client.metric("gswapd_swap_in_seconds_count") >= swaps + 199
+    daemon_after, worker_after = memory()
     assert daemon_after < daemon + 8e6
     assert worker_after < worker + 16e6

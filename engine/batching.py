@@ -178,7 +178,7 @@ class Batcher:
             kept = self._keeper.keep(sequence.blocks[: kv_blocks(done)], done) if self._keeper is not None else None
             self._preempt(sequence)
             sequence.kept = kept
-            kept_bytes += kept.data.nbytes if kept is not None else 0
+            kept_bytes += kept.nbytes if kept is not None else 0
             lost_tokens += done if kept is None else 0
         self._suspended = True
         self._blocks.grant(0)

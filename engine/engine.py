@@ -19,7 +19,7 @@ from engine.blocks import BlockManager
 from engine.encoder_batching import EncoderBatcher
 from engine.follower import FollowerEngine
 from engine.kv_keeper import HostRoom, KvKeeper
-from engine.leader import Leader
+from engine.leader import Leader, LedModel
 from engine.mesh import Mesh, Traffic
 from engine.model import ModelRunnerProtocol
 from engine.recorder import Recorder
@@ -85,15 +85,15 @@ class Engine:
     ) -> None:
         """`emit` gets each model's reports in order, from that model's thread. It must not wait.
 
-        `suspended_bytes` of host memory may hold keys and values of suspended requests; on a mesh, which this leads
-        and closes, nothing is kept: they are computed again.
+        `suspended_bytes` of host memory, on each rank, may hold keys and values of suspended requests. A mesh is led,
+        and closed.
         """
         self._pool = pool
         self._emit = emit
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
         self._compute_threads = compute_threads
-        self._host_room = HostRoom(suspended_bytes if mesh is None else 0)
+        self._host_room = HostRoom(suspended_bytes)
         self._leader = Leader(mesh) if mesh is not None else None
         self.recorder = recorder or Recorder()
         if mesh is not None:
@@ -113,8 +113,8 @@ class Engine:
             # An encoder's region is never mapped.
             max_blocks = 1 if encodes else kv_blocks(model.context_length) * self._max_batch_sequences
             blocks = BlockManager(self._pool, model.kv_bytes_per_token or 1, max_blocks)
-            batcher: AnyBatcher = self._encoder_batcher(model) if encodes else self._batcher(model, blocks)
             led = self._leader.lead(model.name, shard, blocks.changes) if self._leader is not None else None
+            batcher: AnyBatcher = self._encoder_batcher(model) if encodes else self._batcher(model, blocks, led)
             runner = ModelRunner(
                 model, shard, blocks, batcher, self._turn, self._emit, self._compute_threads, self.recorder, led
             )
@@ -122,7 +122,8 @@ class Engine:
             for region in (blocks.region, shard.region):
                 self._pool.guard(region, runner.settle)
 
-    def _batcher(self, model: ModelRunnerProtocol, blocks: BlockManager) -> Batcher:
+    def _batcher(self, model: ModelRunnerProtocol, blocks: BlockManager, led: LedModel | None) -> Batcher:
+        keeper = KvKeeper(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token, self._host_room, led)
         return Batcher(
             model.name,
             blocks,
@@ -133,7 +134,7 @@ class Engine:
             ended=self._forget,
             clock=time.perf_counter,
             grammars=model.grammars,
-            keeper=KvKeeper(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token, self._host_room),
+            keeper=keeper,
         )
 
     def _encoder_batcher(self, model: ModelRunnerProtocol) -> EncoderBatcher:

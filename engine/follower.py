@@ -3,6 +3,9 @@
 One thread, the reader of the plan channel, obeys messages in their order. A pass of which everything is in runs in that
 thread. One whose pages are still coming runs in a thread of its own, which the reader lets run to the end of a segment
 and no further, so that segments of other models come in between where the leader put them.
+
+On a GPU passes are launched, and nobody waits for their end here but who is about to take memory from under them. The
+leader launches no more than one ahead, so no more are under way here.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ import torch
 from engine.batch import StepBatch
 from engine.batch_code import BatchDecoder
 from engine.blocks import FollowedBlocks
+from engine.kv_keeper import KvCopies
 from engine.mesh import Mesh, Traffic
 from engine.model import ModelRunnerProtocol, PageGate
 from engine.recorder import Recorder
 from engine.request import EngineReport, KvReleased, Request, Resumed, Suspended
-from engine.streams import pass_stream
+from engine.streams import on_pass_stream, pass_stream
 from swapper.errors import PageInAborted, WorkerError
 from swapper.frames import FramePool
-from swapper.geometry import kv_blocks
+from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks
 from swapper.pager import PagedShard
 
 logger = logging.getLogger(__name__)
@@ -44,20 +48,26 @@ class _Followed:
         self.model = model
         self.shard = shard
         self.blocks = blocks
+        self.device = torch.device(blocks.region.device)
         self.kv = model.kv_cache(blocks.region)
+        self._copies = KvCopies(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token)
+        self.kept: dict[int, torch.Tensor] = {}  # keys and values of suspended requests, by the leader's number
         self.ends = [extent.end for extent in shard.shard.layers]
         self.decoder = BatchDecoder()
         self.streamed: _StreamedPass | None = None  # whose pages are still coming
         self.question = 0  # the latest that the leader has asked
 
-    def run(self, batch: StepBatch, gate: PageGate) -> None:
-        stream = pass_stream(torch.device(self.blocks.region.device))
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            try:
-                self.model.forward(batch, self.kv, gate)
-            finally:
-                if stream is not None:
-                    stream.synchronize()
+    def run(self, batch: StepBatch, gate: PageGate, tokens: torch.Tensor | None) -> None:
+        with on_pass_stream(self.device):
+            self.model.forward(batch, self.kv, gate, tokens)
+
+    def keep(self, number: int, blocks: Sequence[int]) -> None:
+        with on_pass_stream(self.device):
+            self.kept[number] = self._copies.out(blocks)
+
+    def restore(self, number: int, blocks: Sequence[int]) -> None:
+        with on_pass_stream(self.device):
+            self._copies.back(self.kept.pop(number), blocks)
 
     def check(self, nbytes: int) -> None:
         """The gate of a layer that the leader has granted."""
@@ -68,7 +78,9 @@ class _Followed:
 class _StreamedPass:
     """A pass in a thread of its own, which waits at the end of each segment."""
 
-    def __init__(self, followed: _Followed, batch: StepBatch, is_first: bool, threads: int) -> None:
+    def __init__(
+        self, followed: _Followed, batch: StepBatch, tokens: torch.Tensor | None, is_first: bool, threads: int
+    ) -> None:
         self._followed = followed
         self._is_first = is_first  # of the stages: the others wait for everything
         self._changed = threading.Condition()
@@ -78,7 +90,7 @@ class _StreamedPass:
         self._error: Exception | None = None
         self.ended = False
         self._thread = threading.Thread(
-            target=self._run, args=(batch, threads), name=f"pass of {followed.model.name}", daemon=True
+            target=self._run, args=(batch, tokens, threads), name=f"pass of {followed.model.name}", daemon=True
         )
 
     def go_on(self, limit: int | None) -> None:
@@ -107,11 +119,11 @@ class _StreamedPass:
         if self._error is not None:
             raise self._error
 
-    def _run(self, batch: StepBatch, threads: int) -> None:
+    def _run(self, batch: StepBatch, tokens: torch.Tensor | None, threads: int) -> None:
         torch.set_num_threads(threads)
         error: Exception | None = None
         try:
-            self._followed.run(batch, self._at_layer)
+            self._followed.run(batch, self._at_layer, tokens)
         except PageInAborted:
             pass  # given up
         except Exception as caught:  # noqa: BLE001 - for the thread that waits
@@ -292,14 +304,21 @@ class FollowerEngine:
             torch.set_num_threads(self._compute_threads)
             self._prepared = True
         match message:
-            case ["step", name, code, limit]:
-                self._compute(self._begin, self._led(name), code, limit)
+            case ["step", name, code, limit, is_ahead]:
+                self._compute(self._begin, self._led(name), code, limit, is_ahead)
             case ["on", name, limit]:
                 self._compute(self._continue, self._led(name), limit)
             case ["give_up", name]:
                 self._give_up(name)
             case ["blocks", name, taken, returned]:
                 self._follow(name, taken, returned)
+            case ["keep", name, number, blocks]:
+                self._led(name).keep(number, blocks)
+            case ["restore", name, number, blocks]:
+                self._led(name).restore(number, blocks)
+            case ["drop", name, number]:
+                if (followed := self._find(name)) is not None:
+                    del followed.kept[number]
             case ["ask", name, number, unit, is_last]:
                 self._hear_question(name, number, unit, is_last)
             case ["sync", number]:
@@ -318,9 +337,12 @@ class FollowerEngine:
             elif left := self._blocks.pop(name, set()).difference(returned).union(taken):
                 self._blocks[name] = left
 
-    def _led(self, name: str) -> _Followed:
+    def _find(self, name: str) -> _Followed | None:
         with self._changed:
-            followed = self._models.get(name)
+            return self._models.get(name)
+
+    def _led(self, name: str) -> _Followed:
+        followed = self._find(name)
         if followed is None:
             raise WorkerError(f"The leader runs {name}, which this rank does not have.")
         return followed
@@ -342,13 +364,17 @@ class FollowerEngine:
                 self._computing = False
                 self._changed.notify_all()
 
-    def _begin(self, followed: _Followed, code: list[Any], limit: int | None) -> None:
-        batch = followed.decoder.decode(code)
+    def _begin(self, followed: _Followed, code: list[Any], limit: int | None, is_ahead: bool) -> None:
+        batch, is_first = followed.decoder.decode(code), self._mesh.rank.is_first
+        tokens = None
+        if is_ahead and is_first:  # later stages look at none
+            with on_pass_stream(followed.device):
+                tokens = self._mesh.broadcast(torch.empty(len(batch.tokens), dtype=torch.int64, device=followed.device))
         if limit is None:
-            followed.run(batch, followed.check)
+            followed.run(batch, followed.check, tokens)
             self._ended(followed)
         else:
-            followed.streamed = _StreamedPass(followed, batch, self._mesh.rank.is_first, self._compute_threads)
+            followed.streamed = _StreamedPass(followed, batch, tokens, is_first, self._compute_threads)
             self._continue(followed, limit)
 
     def _continue(self, followed: _Followed, limit: int | None) -> None:
@@ -367,8 +393,7 @@ class FollowerEngine:
             self.recorder.peak(kv_frames=followed.blocks.frames_held, kv_bytes=followed.blocks.bytes_taken)
 
     def _give_up(self, name: str) -> None:
-        with self._changed:
-            followed = self._models.get(name)
+        followed = self._find(name)
         if followed is not None and followed.streamed is not None:
             streamed, followed.streamed = followed.streamed, None
             streamed.give_up()

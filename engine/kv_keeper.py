@@ -5,6 +5,9 @@ what a token takes in a pass of prompts. A sequence is kept if copying its block
 its tokens again, and if there is room: host memory for this is bounded, for all models of a worker together. While one
 of the two is not known yet, a sequence is kept, and the copy measured.
 
+On a mesh the leader decides, and every rank copies the same blocks of its own: they have as many bytes on each, so what
+the leader has room for, the others have, too.
+
 On a GPU the memory is pinned, by torch's caching allocator, which keeps it for the next time.
 """
 
@@ -15,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
@@ -51,22 +55,61 @@ class HostRoom:
             self._free += nbytes
 
 
+class KvCopies:
+    """Copies of one model's blocks, on the current stream, which nobody waits for."""
+
+    def __init__(self, region: Region, block_bytes: int) -> None:
+        memory = region_bytes(region)
+        self._blocks = memory[: len(memory) // block_bytes * block_bytes].view(-1, block_bytes)
+        self.device = memory.device
+
+    def out(self, blocks: Sequence[int]) -> torch.Tensor:
+        """What is in these blocks, one a row, in host memory."""
+        on_gpu = self._blocks.is_cuda
+        data = torch.empty((len(blocks), self._blocks.shape[1]), dtype=torch.uint8, pin_memory=on_gpu)
+        for row, block, count in _runs(blocks):
+            data[row : row + count].copy_(self._blocks[block : block + count], non_blocking=True)
+        return data
+
+    def back(self, data: torch.Tensor, blocks: Sequence[int]) -> None:
+        """Put it into the first of these blocks."""
+        for row, block, count in _runs(blocks[: len(data)]):
+            self._blocks[block : block + count].copy_(data[row : row + count], non_blocking=True)
+
+
+class Followers(Protocol):
+    """A mesh's other ranks, which do the same with their blocks of that number; see `engine.leader.LedModel`."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are, with the leader."""
+
+    def keep(self, blocks: Sequence[int]) -> int:
+        """Returns the number by which they know what they have kept."""
+
+    def restore(self, number: int, blocks: Sequence[int]) -> None: ...
+
+    def drop(self, number: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptKv:
     """The blocks that hold the first `tokens` tokens of a sequence, one a row."""
 
     data: torch.Tensor
     tokens: int
+    nbytes: int  # on all ranks together
+    number: int = 0  # by which followers know it
 
 
 class KvKeeper:
     """Of one model; used by its thread alone."""
 
-    def __init__(self, region: Region, block_bytes: int, room: HostRoom) -> None:
-        memory = region_bytes(region)
-        self._blocks = memory[: len(memory) // block_bytes * block_bytes].view(-1, block_bytes)
+    def __init__(self, region: Region, block_bytes: int, room: HostRoom, followers: Followers | None = None) -> None:
+        self._copies = KvCopies(region, block_bytes)
         self._block_bytes = block_bytes
         self._room = room
+        self._followers = followers
         self._byte_seconds: float | None = None
         self._token_seconds: float | None = None
 
@@ -80,23 +123,24 @@ class KvKeeper:
         nbytes = len(blocks) * self._block_bytes
         if not blocks or not self._pays(nbytes, tokens) or not self._room.take(nbytes):
             return None
-        on_gpu = self._blocks.is_cuda
-        kept = KeptKv(torch.empty((len(blocks), self._block_bytes), dtype=torch.uint8, pin_memory=on_gpu), tokens)
+        number, ranks = (self._followers.keep(blocks), self._followers.ranks) if self._followers else (0, 1)
         began = time.perf_counter()
-        for row, block, count in _runs(blocks):
-            kept.data[row : row + count].copy_(self._blocks[block : block + count], non_blocking=True)
+        data = self._copies.out(blocks)
         self._measure(began, nbytes)
-        return kept
+        return KeptKv(data, tokens, nbytes * ranks, number)
 
     def restore(self, kept: KeptKv, blocks: Sequence[int]) -> None:
         """Copy what was kept into these blocks, and let go of it."""
+        if self._followers is not None:
+            self._followers.restore(kept.number, blocks)
         began = time.perf_counter()
-        for row, block, count in _runs(blocks[: len(kept.data)]):
-            self._blocks[block : block + count].copy_(kept.data[row : row + count], non_blocking=True)
+        self._copies.back(kept.data, blocks)
         self._measure(began, kept.data.nbytes)
-        self.drop(kept)
+        self._room.give_back(kept.data.nbytes)
 
     def drop(self, kept: KeptKv) -> None:
+        if self._followers is not None:
+            self._followers.drop(kept.number)
         self._room.give_back(kept.data.nbytes)
 
     def _pays(self, nbytes: int, tokens: int) -> bool:
@@ -105,8 +149,8 @@ class KvKeeper:
         return 2 * nbytes * self._byte_seconds < tokens * self._token_seconds
 
     def _measure(self, began: float, nbytes: int) -> None:
-        if self._blocks.is_cuda:
-            torch.cuda.current_stream(self._blocks.device).synchronize()
+        if self._copies.device.type == "cuda":
+            torch.cuda.current_stream(self._copies.device).synchronize()
         self._byte_seconds = _smoothed(self._byte_seconds, (time.perf_counter() - began) / nbytes)
 
 

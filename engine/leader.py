@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
+
+import torch
 
 from engine.batch import StepBatch
 from engine.batch_code import BatchEncoder
@@ -114,6 +116,7 @@ class LedModel:
         self._ends = [extent.end for extent in shard.shard.layers]
         self._encoder = BatchEncoder()
         self._batch: StepBatch | None = None  # of the pass under way, until followers know of it
+        self._tokens: torch.Tensor | None = None  # of it, if they are not in the batch
         self._told = False  # followers are in this pass
         self._granted = 0  # units of it
         self._lock = threading.Lock()  # guards the rest: what is known must hold when a segment is sent
@@ -123,9 +126,12 @@ class LedModel:
 
     # ---- a pass
 
-    def begin(self, batch: StepBatch) -> StepBatch:
-        """A pass begins; returns its batch as all ranks are to run it."""
+    def begin(self, batch: StepBatch, tokens: torch.Tensor | None = None) -> StepBatch:
+        """A pass begins; returns its batch as all ranks are to run it. With `tokens`, on this rank's device, it is
+        launched ahead, and whoever needs them gets them from device to device."""
+        self.flush()
         self._told, self._granted, self._lost = False, 0, False
+        self._tokens = tokens
         end = self._ends[-1]
         self._batch = replace(batch, in_one=self._shard.is_ready(end) and self.are_in(end))
         return self._batch
@@ -147,10 +153,13 @@ class LedModel:
                 return False
             limit = None if stop == len(self._ends) else stop
             if self._batch is not None:
-                self._mesh.tell(["step", self._name, self._encoder.encode(self._batch), limit])
+                is_ahead = self._tokens is not None
+                self._mesh.tell(["step", self._name, self._encoder.encode(self._batch), limit, is_ahead])
             else:
                 self._mesh.tell(["on", self._name, limit])
-        self._batch, self._told, self._granted = None, True, stop
+        if self._tokens is not None:
+            self._mesh.broadcast(self._tokens)
+        self._batch, self._tokens, self._told, self._granted = None, None, True, stop
         return True
 
     def wait(self, nbytes: int, given_up: Callable[[], bool]) -> None:
@@ -181,7 +190,7 @@ class LedModel:
         """End the pass where it is, on all ranks. Raises WorkerError."""
         if self._told:
             self._mesh.tell(["give_up", self._name])
-        self._batch, self._told = None, False
+        self._batch, self._tokens, self._told = None, None, False
 
     def break_down(self, error: Exception) -> None:
         """The pass failed here, while followers are in it: the mesh cannot go on. Raises WorkerError."""
@@ -197,6 +206,25 @@ class LedModel:
             self._mesh.tell(["blocks", self._name, taken, returned])
         if wait:
             self._leader.sync()
+
+    # ---- keys and values that are kept, as `engine.kv_keeper.Followers` has it
+
+    @property
+    def ranks(self) -> int:
+        return self._mesh.rank.size
+
+    def keep(self, blocks: Sequence[int]) -> int:
+        number = self._leader.next_number()
+        self._mesh.tell(["keep", self._name, number, blocks])
+        return number
+
+    def restore(self, number: int, blocks: Sequence[int]) -> None:
+        self.flush()  # they must have these blocks
+        self._mesh.tell(["restore", self._name, number, blocks])
+
+    def drop(self, number: int) -> None:
+        if self._mesh.is_whole:
+            self._mesh.tell(["drop", self._name, number])
 
     def close(self) -> None:
         """The model is removed, its blocks are given back."""

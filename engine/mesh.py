@@ -25,6 +25,7 @@ import torch
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
     Store,
@@ -90,7 +91,7 @@ class Moved:
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank's collectives moved, by kind: all_reduce, all_gather, send, receive."""
+    """What a rank's collectives moved, by kind: all_reduce, all_gather, broadcast, send, receive."""
 
     kinds: dict[str, Moved] = field(default_factory=dict)
 
@@ -275,6 +276,16 @@ class Mesh:
             _wait(self._stage._allgather_base(gathered, tensor.flatten(), options))
         return gathered.view(self.rank.tp, *tensor.shape)
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill a tensor of each of the stage's ranks with what its first rank has in it."""
+        if self._stage is not None:
+            options = BroadcastOptions()
+            options.rootRank = 0
+            options.asyncOp = False
+            with self._moving("broadcast", tensor):
+                _wait(self._stage.broadcast([tensor], options))
+        return tensor
+
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         assert self._world is not None
         with self._moving("send", tensor):
@@ -363,6 +374,7 @@ def _warm_up(mesh: Mesh) -> None:
     rank, one = mesh.rank, torch.ones(1, device=mesh.device)
     mesh.all_reduce(one)
     mesh.all_gather(one)
+    mesh.broadcast(one)
     if not rank.is_first:
         mesh.receive(one, rank.rank - rank.tp)
     if not rank.is_last:

@@ -147,7 +147,7 @@ class ModelRunner:
         self._stream = pass_stream(torch.device(blocks.region.device))
         on_gpu = self._stream is not None
         self._last_launch = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self.runs_ahead = on_gpu and led is None
+        self.runs_ahead = on_gpu
         self._led = led
         self._batcher = batcher
         self._turn = turn
@@ -326,7 +326,7 @@ class ModelRunner:
     def _launch(self, step: Planned, tokens: torch.Tensor | None = None) -> _Launched:
         self._is_urgent = step.is_awaited
         self._may_give_way = not self._is_urgent
-        batch = step.batch if self._led is None else self._led.begin(step.batch)
+        batch = step.batch if self._led is None else self._led.begin(step.batch, tokens)
         with _blame(), self._others():
             logits = self._model.forward(batch, self._kv, self._at_layer, tokens)
         with _blame():

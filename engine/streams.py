@@ -6,6 +6,8 @@ the pager's copies, which are on other streams, to run beside them. The CPU has 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -15,3 +17,10 @@ import torch
 def pass_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream that all passes of a device run on; None for the CPU."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def on_pass_stream(device: torch.device) -> Iterator[None]:
+    """Where a thread runs passes, or what has its order among them."""
+    with torch.inference_mode(), torch.cuda.stream(pass_stream(device)):
+        yield

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.request import GenerationRequest, KvReleased, SamplingParams, Tokens
+from engine.request import GenerationRequest, KvReleased, Resumed, SamplingParams, Suspended, Tokens
 from swapper.errors import WorkerError
 from swapper.geometry import GRANULE_BYTES
 from swapper.image import Image
@@ -32,7 +32,9 @@ from worker.protocol import (
     PageOut,
     RemoveModel,
     Report,
+    Resume,
     Serve,
+    Suspend,
     WorkerSpec,
 )
 
@@ -170,6 +172,22 @@ class MeshHouse:
         self.post(PageOut(model, keep, self._epochs))
         assert isinstance(self.answer_to(self._epochs), PagedOut)
 
+    def suspend(self, model: str) -> Suspended:
+        self._epochs += 1
+        self.post(Suspend(model, self._epochs))
+        suspended = self.answer_to(self._epochs)
+        assert isinstance(suspended, Suspended)
+        return suspended
+
+    def resume(self, model: str, kv_frames: int) -> None:
+        self._epochs += 1
+        self.post(Resume(model, kv_frames, self._epochs))
+        assert isinstance(self.answer_to(self._epochs), Resumed)
+
+    def run_ahead(self, model: str) -> None:
+        """Have a model that is bound launch passes ahead, as on a GPU."""
+        self.ask(0, "ahead", model)
+
     def fails(self, epoch: int) -> None:
         assert isinstance(self.answer_to(epoch), PageInFailed)
 
@@ -261,6 +279,7 @@ def _live(spec: WorkerSpec, pipe: Connection) -> None:
         mesh=mesh,
         max_batch_tokens=spec.max_batch_tokens,
         max_batch_sequences=spec.max_batch_sequences,
+        suspended_bytes=spec.suspended_bytes,
     )
     _serve(Shard(spec, pool, reader, engine, partial(BoundModel.bind, mesh=mesh)), reader, pipe)
 
@@ -293,6 +312,10 @@ def _serve(shard: Shard, reader: _Reader, pipe: Connection) -> None:
                     (reader.failing,) = arguments
                 case "release":
                     reader.release()
+                case "ahead":
+                    shard._engine._model(arguments[0]).runs_ahead = True
+                case "kept":
+                    answer = len(shard._engine._model(arguments[0]).kept)
                 case "traffic":
                     answer = shard._engine.traffic
                 case "graphs":

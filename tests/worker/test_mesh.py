@@ -36,10 +36,10 @@ LARGE = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8}  
 
 
 @cache
-def expected(architecture: str, number: int, large: bool = False) -> tuple[int, ...]:
+def expected(architecture: str, number: int, large: bool = False, length: int = LENGTH) -> tuple[int, ...]:
     """What transformers answers on one process."""
     with torch.inference_mode():
-        return generate(_reference(architecture, large), PROMPTS[number], LENGTH)
+        return generate(_reference(architecture, large), PROMPTS[number], length)
 
 
 @cache
@@ -68,7 +68,7 @@ def mesh(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def house(mesh: tuple[int, int]) -> Iterator[MeshHouse]:
-    house = MeshHouse(*mesh, max_batch_tokens=24, max_batch_sequences=4)
+    house = MeshHouse(*mesh, max_batch_tokens=24, max_batch_sequences=4, suspended_bytes=1 << 20)
     yield house
     house.check_frames()
     house.close()
@@ -78,36 +78,49 @@ def house(mesh: tuple[int, int]) -> Iterator[MeshHouse]:
 def test_answers_are_those_of_one_process(
     house: MeshHouse, mesh: tuple[int, int], images: Path, architecture: str
 ) -> None:
-    """In mixed batches, from before the first page is in, and again after a swap."""
+    """In mixed batches, from before the first page is in, and again after a swap, with decodes launched ahead."""
     if architecture not in ARCHITECTURES[mesh]:
         pytest.skip("tried on other meshes")
     image = packed(images, architecture, *mesh)
-    name = image.manifest.model
+    for life in lives(house, image, 2):
+        check_answers(house, image.manifest.model, architecture, f"life {life}")
+        house.run_ahead(image.manifest.model)
+
+
+def lives(house: MeshHouse, image: Image, count: int) -> Iterator[int]:
+    """A model comes in, goes and comes again; the first time, its requests come before its pages."""
     house.add(image)
-    house.begin_page_in(image)
-    for life in range(2):
-        requests = [f"{name} {life} {number}" for number in range(len(PROMPTS))]
-        for number, one in enumerate(requests):
-            house.serve(one, name, PROMPTS[number], LENGTH)
-        assert [house.tokens(one) for one in requests] == [expected(architecture, n) for n in range(len(PROMPTS))]
-        house.page_out(name)
-        house.page_in(image)
-    house.remove(name)
+    for life in range(count):
+        epoch = house.begin_page_in(image)
+        if life:
+            house.answer_to(epoch)
+        yield life
+        house.page_out(image.manifest.model)
+    house.remove(image.manifest.model)
+
+
+def check_answers(house: MeshHouse, name: str, architecture: str, when: str) -> None:
+    requests = [f"{name} {when} {number}" for number in range(len(PROMPTS))]
+    for number, one in enumerate(requests):
+        house.serve(one, name, PROMPTS[number], LENGTH)
+    assert [house.tokens(one) for one in requests] == [expected(architecture, n) for n in range(len(PROMPTS))]
 
 
 def test_models_of_different_architecture_decode_side_by_side(
     house: MeshHouse, mesh: tuple[int, int], images: Path
 ) -> None:
-    """Their passes take turns, so their collectives have one order on all ranks."""
+    """Their passes take turns, so their collectives have one order on all ranks; also of those launched ahead."""
     pair = [packed(images, architecture, *mesh) for architecture in ("llama", "gpt2")]
     for image in pair:
         house.add(image)
-        house.begin_page_in(image)
+        house.page_in(image)
+        house.run_ahead(image.manifest.model)
     requests = [(image.manifest.model, number) for number in range(len(PROMPTS)) for image in pair]
     for name, number in requests:
         house.serve(f"{name} beside {number}", name, PROMPTS[number], LENGTH)
     for name, number in requests:
         assert house.tokens(f"{name} beside {number}") == expected(name.partition("-")[0], number)
+    assert ("broadcast" in house.ask(0, "traffic").kinds) == (mesh[0] > 1), "tokens go ahead to who embeds them"
     for image in pair:
         house.remove(image.manifest.model)
 
@@ -174,6 +187,34 @@ def test_a_page_in_that_fails_on_one_rank_is_undone_on_all_and_tried_again(
     assert house.tokens("found") == expected("llama", 0, large=True)
     house.heard.clear()
     house.remove(cold.manifest.model)
+
+
+def test_suspended_requests_go_on_with_what_every_rank_has_kept(
+    house: MeshHouse, mesh: tuple[int, int], images: Path
+) -> None:
+    """Whatever has become of pages and blocks meanwhile; and who is cancelled meanwhile leaves nothing anywhere."""
+    image = packed(images, "llama", *mesh)
+    name = image.manifest.model
+    house.add(image)
+    house.page_in(image)
+    house.run_ahead(name)
+    for number, one in enumerate(("first", "dropped", "second")):
+        house.serve(one, name, PROMPTS[number], 200)
+    for _ in range(2):
+        heard = len(house.heard)
+        house.until(lambda heard=heard: len(house.heard) > heard + 6)
+        suspended = house.suspend(name)
+        assert suspended.kept_bytes > 0
+        assert suspended.lost_tokens == 0
+        house.post(Cancel("dropped"))
+        house.page_out(name)
+        house.check_frames()
+        house.page_in(image)
+        house.resume(name, suspended.kv_frames)
+    for number, one in ((0, "first"), (2, "second")):
+        assert house.tokens(one) == expected("llama", number, length=200)
+    assert [house.ask(rank, "kept", name) for rank in range(1, house.size)] == [0] * (house.size - 1)
+    house.remove(name)
 
 
 def test_preempted_sequences_are_computed_again(house: MeshHouse, mesh: tuple[int, int], images: Path) -> None:

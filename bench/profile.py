@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -38,10 +39,12 @@ from worker.add import add_model
 
 MODELS = ("smollm2", "sibling")
 PROMPT, OUTPUT = 64, 16
+VOCABULARY = 49_152
 LOAD = 0.5
 MEMORY = "1536MiB"
 WARM_UP = 10.0  # seconds that do not count
 LAYERS = 30
+ROUNDS = 12  # with a recording, and as many without
 
 
 def profiled(store: Store, scratch: Path) -> list[Profile]:
@@ -52,26 +55,15 @@ def profiled(store: Store, scratch: Path) -> list[Profile]:
         prompt_tokens=(PROMPT // 4, PROMPT),
         output_tokens=OUTPUT,
         repeat=3,
-        switches=(),
-        url=None,
-        group=None,
         memory=MEMORY,
-        break_at=0,
-        report=None,
-        trace=None,
         store=store.root,
-        api_key=None,
-        admin_key=None,
     )
     return run(MODELS, options)
 
 
-def prompt(seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(100, 40_000, PROMPT).tolist()
-
-
-def body(model: str, seed: int) -> dict[str, object]:
-    return {"model": model, "prompt": prompt(seed), "max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
+def body(model: str, seed: int, vocabulary: int = VOCABULARY, output: int = OUTPUT) -> dict[str, object]:
+    prompt = np.random.default_rng(seed).integers(0, vocabulary, PROMPT).tolist()
+    return {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
 
 
 async def send(url: str, workload: Workload) -> list[float]:
@@ -91,17 +83,19 @@ async def send(url: str, workload: Workload) -> list[float]:
         )
 
 
-def recorded_and_not(url: str, rounds: int = 12) -> tuple[list[float], list[float]]:
+def recorded_and_not(
+    url: str, group: str, make_body: Callable[[int], dict[str, object]], rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds of an answer, by the daemon's own word of its computing: with a recording, and without."""
     times: dict[bool, list[float]] = {True: [], False: []}
     with httpx.Client(base_url=url, timeout=120) as client:
         for number in range(2 * rounds):
             on = bool(number % 2)
             if on:
-                client.post("/admin/groups/default/recording").raise_for_status()
-            answer = client.post("/v1/completions", json=body(MODELS[0], number)).raise_for_status()
+                client.post(f"/admin/groups/{group}/recording").raise_for_status()
+            answer = client.post("/v1/completions", json=make_body(number)).raise_for_status()
             if on:
-                client.delete("/admin/groups/default/recording").raise_for_status()
+                client.delete(f"/admin/groups/{group}/recording").raise_for_status()
             parts = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
             times[on].append(float(parts["compute"]) / 1e3)
     return times[True][1:], times[False][1:]
@@ -134,7 +128,7 @@ def main() -> int:
         )
         settings = {"store": str(store.root), "memory": {"pool": MEMORY}, "scheduler": {"max_queue": 1000}}
         with DaemonProcess(directory, settings) as daemon:
-            recorded, plain = recorded_and_not(daemon.url)
+            recorded, plain = recorded_and_not(daemon.url, "default", lambda seed: body(MODELS[0], seed), ROUNDS)
             latencies = np.array(asyncio.run(send(daemon.url, workload)))
         config = load_config(directory / "gswapd.yaml")
         last = profiles[0].page_ins[-1]

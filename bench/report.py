@@ -55,6 +55,7 @@ def report(
     *,
     host: str | None = None,
     packages: Sequence[str] = (),
+    directory: Path = RESULTS,
 ) -> int:
     """Print and save; returns the exit status, 0 if every bar was reached. `samples` are what the bars came from.
 
@@ -62,7 +63,7 @@ def report(
     """
     for bar in bars:
         print(json.dumps(bar.as_dict()), flush=True)
-    RESULTS.mkdir(exist_ok=True)
+    directory.mkdir(exist_ok=True)
     record = {
         "bench": bench,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -73,7 +74,7 @@ def report(
         "medians": {name: statistics.median(values) for name, values in samples.items() if values},
         "samples": {name: [round(value, 6) for value in values] for name, values in samples.items()},
     }
-    (RESULTS / f"{bench}-{host or cpu_host()}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (directory / f"{bench}-{host or cpu_host()}.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(bar.ok for bar in bars) else 1
 
 

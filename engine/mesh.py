@@ -300,11 +300,11 @@ class Mesh:
 
     @contextmanager
     def _moving(self, kind: str, tensor: torch.Tensor) -> Iterator[None]:
-        """Count a collective. On a GPU it is only launched here, so that is what a recording says of its time."""
+        """Count a collective, and record its time; but on a GPU it is only launched here."""
         self.traffic.count(kind, tensor.nbytes)
         began = time.perf_counter()
         yield
-        if self.recorder.on:
+        if self.recorder.on and tensor.device.type == "cpu":
             self.recorder.add(kind, "", began, time.perf_counter() - began, nbytes=tensor.nbytes)
 
 

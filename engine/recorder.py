@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 MOST_SPANS = 1 << 17
@@ -43,14 +43,18 @@ class Recording:
     dropped: int
     peaks: Mapping[str, int]
     moved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    readings: Mapping[str, float] = field(default_factory=dict)  # of the gauge, at the end
+    torch_trace: bytes = b""  # torch.profiler's, compressed, if it was asked for
 
 
 class Gauge(Protocol):
-    """What may peak, and who counts it: `worker.memory.MemoryGauge`."""
+    """What may peak, and what adds up, and who counts it: `worker.memory.MemoryGauge`."""
 
     def reset(self) -> None: ...
 
     def now(self) -> Mapping[str, int]: ...
+
+    def readings(self) -> Mapping[str, float]: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +84,8 @@ class Recorder:
                 return Recording(0.0, (), 0, {})
             self.on = False
             spans, self._spans = self._spans, []
-            return Recording(time.perf_counter() - self._began, tuple(spans), self._dropped, self._peaks)
+            recording = Recording(time.perf_counter() - self._began, tuple(spans), self._dropped, self._peaks)
+        return recording if self.gauge is None else replace(recording, readings=self.gauge.readings())
 
     def add(
         self,

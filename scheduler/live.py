@@ -206,10 +206,10 @@ class LiveScheduler:
             for name, model in self._models.items()
         ]
 
-    async def record(self, group: str, on: bool) -> Sequence[Recording | None]:
+    async def record(self, group: str, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
         if group not in self._links:
             raise WorkerError(f"There is no group {group!r}; there are {', '.join(sorted(self._links))}.")
-        return await self._links[group].client.record(on)
+        return await self._links[group].client.record(on, torch_profiler)
 
     def workers(self) -> Sequence[WorkerStatus]:
         return [worker for link in self._links.values() for worker in link.client.workers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal
@@ -25,10 +26,10 @@ from swapper.store import Store
 
 
 async def _known_query(request: Request) -> None:
-    """Every action takes `wait`, and nothing else is let pass in silence."""
-    known = {"wait"} if request.method == "POST" else set()
+    """Actions take `wait`, recordings `torch_profiler`, and nothing else is let pass in silence."""
+    known = "torch_profiler" if request.url.path.endswith("/recording") else "wait"
     for name in request.query_params:
-        if name not in known:
+        if request.method != "POST" or name != known:
             raise ApiError(400, f"Parameter '{name}' is not supported.", "unsupported_parameter", name)
 
 
@@ -86,22 +87,23 @@ async def workers(request: Request) -> dict[str, Any]:
 
 
 @router.post("/groups/{group}/recording")
-async def begin_recording(request: Request, group: str) -> dict[str, str]:
+async def begin_recording(request: Request, group: str, torch_profiler: bool = False) -> dict[str, str]:
     """Have the workers of a group keep what their passes take, until it is taken by DELETE."""
-    await _record(request, group, True)
+    await _record(request, group, True, torch_profiler)
     return {"group": group, "recording": "on"}
 
 
 @router.delete("/groups/{group}/recording")
 async def end_recording(request: Request, group: str) -> Response:
-    """End a recording, and answer with it: one entry a rank."""
+    """End a recording, and answer with it: one entry a rank. Torch's trace is Chrome's, compressed, in base 64."""
     ranks = await _record(request, group, False)
-    return Response(orjson.dumps({"group": group, "ranks": ranks}), media_type="application/json")
+    body = orjson.dumps({"group": group, "ranks": ranks}, default=lambda trace: b64encode(trace).decode())
+    return Response(body, media_type="application/json")
 
 
-async def _record(request: Request, group: str, on: bool) -> Sequence[Recording | None]:
+async def _record(request: Request, group: str, on: bool, torch_profiler: bool = False) -> Sequence[Recording | None]:
     try:
-        return await service_of(request).scheduler.record(group, on)
+        return await service_of(request).scheduler.record(group, on, torch_profiler)
     except WorkerError as error:
         raise ApiError(409, str(error), "not_recording", "group") from None
 

@@ -67,8 +67,8 @@ class GswapdWorker:
         self._shard.post(commands)
 
     @_in_group("control")
-    def record(self, on: bool) -> Recording | None:
-        return self._shard.record(on)
+    def record(self, on: bool, torch_profiler: bool) -> Recording | None:
+        return self._shard.record(on, torch_profiler)
 
     @_in_group("poll")
     def poll(self, cursor: int, timeout: float) -> Batch:

@@ -93,11 +93,11 @@ class WorkerClient:
         except RayError as error:
             raise WorkerError(_reason(error)) from error
 
-    async def record(self, on: bool) -> Recording | None:
+    async def record(self, on: bool, torch_profiler: bool) -> Recording | None:
         """See `worker.shard.Shard.record`. Raises WorkerError when the worker does not answer."""
         try:
             async with asyncio.timeout(RECORD_TIMEOUT):
-                recording: Recording | None = await self._actor.record.remote(on)
+                recording: Recording | None = await self._actor.record.remote(on, torch_profiler)
                 return recording
         except (TimeoutError, RayError) as error:
             raise WorkerError(f"worker {self.spec.group}/{self.spec.rank} gives no recording: {error!r}") from error

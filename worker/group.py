@@ -63,7 +63,7 @@ class Worker(Protocol):
 
     async def poll(self, cursor: int, timeout: float) -> Batch: ...
 
-    async def record(self, on: bool) -> Recording | None: ...
+    async def record(self, on: bool, torch_profiler: bool) -> Recording | None: ...
 
     async def kill(self) -> None: ...
 
@@ -148,11 +148,11 @@ class WorkerGroup:
                 if not self._fault.done():
                     self._fault.set_result(f"{self._name_of(rank)}: {error}")
 
-    async def record(self, on: bool) -> Sequence[Recording | None]:
+    async def record(self, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
         """Begin a recording on every rank, or end it: then each rank's. Raises WorkerError."""
         if self._state != "up":
             raise WorkerError(f"Group {self.name} is {self._state}.")
-        return await asyncio.gather(*(rank.worker.record(on) for rank in self._ranks))
+        return await asyncio.gather(*(rank.worker.record(on, torch_profiler) for rank in self._ranks))
 
     async def start(self) -> None:
         """Returns when the group is up, or has no place yet; then it comes up when there is one. Raises WorkerError."""

@@ -2,7 +2,8 @@
 
 They count different things, so each has its name: `frames` of the pool that are held; `mapped`, shared memory that the
 kernel has mapped for this process (on a CPU, frames again, and nothing of ours counted it); `allocated` and `reserved`
-by torch on a GPU, outside of the pool; `graphs`, recorded decodes; `device`, all that is taken on the GPU, by whomever.
+by torch on a GPU, outside of the pool; `graphs`, recorded decodes; `device`, all that is taken on the GPU, by whomever,
+as CUDA has it, and `nvml` as the driver's management library has it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from swapper.frames import FramePool
+from worker.nvml import GpuMeter
 
 _STATUS = Path("/proc/self/status")
 _SHARED = "RssShmem:"
@@ -24,10 +26,16 @@ class MemoryGauge:
     def __init__(self, pool: FramePool, device: str) -> None:
         self._pool = pool
         self._device = torch.device(device)
+        self._meter = GpuMeter(self._device) if self._device.type == "cuda" else None
 
     def reset(self) -> None:
-        if self._device.type == "cuda":
+        if self._meter is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
+            self._meter.reset()
+
+    def readings(self) -> Mapping[str, float]:
+        """Of the GPU since `reset`; none on a CPU."""
+        return self._meter.readings() if self._meter is not None else {}
 
     def now(self) -> Mapping[str, int]:
         frames = (self._pool.frames - self._pool.free) * self._pool.page_bytes

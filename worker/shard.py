@@ -59,6 +59,7 @@ from worker.protocol import (
 )
 from worker.report_log import ReportLog
 from worker.slot import BindEnded, Bound, ModelSlot, PageInEnded
+from worker.torch_profile import TorchProfile
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -107,6 +108,7 @@ class Shard:
             pool, reader, tier=tier, peers=peers, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce
         )
         self._moved_before: Traffic | None = None  # when the recording began
+        self._torch_profile: TorchProfile | None = None
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")
@@ -125,14 +127,18 @@ class Shard:
         reports = self._log.read(cursor, timeout)
         return Batch(cursor, reports, self._heartbeat())
 
-    def record(self, on: bool) -> Recording | None:
-        """Begin a recording, or end it: then what it has."""
+    def record(self, on: bool, torch_profiler: bool = False) -> Recording | None:
+        """Begin a recording, or end it: then what it has. Torch's own profiler runs beside it if asked to."""
         recorder, traffic = self._engine.recorder, self._engine.traffic
+        profile, self._torch_profile = self._torch_profile, None
+        trace, kernels = profile.end() if profile is not None else (b"", ())
         if on:
             self._moved_before = None if traffic is None else traffic.copy()
             recorder.begin()
+            self._torch_profile = TorchProfile() if torch_profiler else None
             return None
         recording = recorder.end()
+        recording = replace(recording, spans=(*recording.spans, *kernels), torch_trace=trace)
         before, self._moved_before = self._moved_before, None
         if traffic is None or before is None:
             return recording

@@ -31,6 +31,9 @@ def profile(
     break_at: Annotated[int, typer.Option(min=0, help="Tokens a sequence at the breaking point; 0: the longest.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with pictures to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace of one batch to this file.")] = None,
+    torch_profiler: Annotated[
+        Path | None, typer.Option(help="Write torch.profiler's trace, compressed JSON for Perfetto, to this file.")
+    ] = None,
     store: StorePath = None,
     api_key: Annotated[str, typer.Option(envvar="GSWAPD_API_KEY", help="API key of the daemon, with --url.")] = "",
     admin_key: AdminKey = "",
@@ -52,6 +55,7 @@ def profile(
         break_at=break_at,
         report=report,
         trace=trace,
+        torch_profiler=torch_profiler,
         store=store,
         api_key=api_key or None,
         admin_key=admin_key or None,

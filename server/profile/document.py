@@ -64,7 +64,8 @@ class Memory(Part):
     activations: int | None = None  # torch's allocator, outside of the pool (GPU)
     reserved: int | None = None  # by torch's allocator, activations among it
     graphs: int | None = None  # recorded decodes, of all models
-    device: int | None = None  # all that is taken on the GPU, by the driver's account
+    device: int | None = None  # all that is taken on the GPU, as CUDA has it
+    nvml: int | None = None  # the same, as the driver's management library has it
     pool: int | None = None  # all frames, held or not
 
 
@@ -81,6 +82,8 @@ class Point(Part):
     latency: Spread  # to the last token, as a client sees it
     tokens_per_second: Spread  # of output
     busy: float  # share of the time in which passes ran
+    gpu_busy: float | None = None  # share of the time in which a kernel ran, by NVML (GPU)
+    joules: float | None = None  # of all GPUs, for each token of output (GPU)
     moved: Mapping[str, Moved] = {}
     memory: Memory
 

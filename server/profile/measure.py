@@ -57,6 +57,10 @@ class Batch:
     def passes(self, rank: int = 0) -> list[Mapping[str, Any]]:
         return [span for span in self.ranks[rank]["spans"] if span["name"] == "pass"]
 
+    def readings(self, name: str) -> list[float]:
+        """What ranks' GPUs told; nothing on a CPU."""
+        return [rank["readings"][name] for rank in self.ranks if name in rank.get("readings", {})]
+
 
 class Client:
     """A daemon's routes, as a sweep needs them. Raises ProfileError, with the daemon's own words if it has some."""
@@ -109,12 +113,14 @@ class Client:
         scored: Mapping[str, Any] = answer.json()["choices"][0]["logprobs"]
         return scored
 
-    async def run(self, batch: int, prompt_tokens: int, output_tokens: int, seed: int) -> Batch:
+    async def run(
+        self, batch: int, prompt_tokens: int, output_tokens: int, seed: int, torch_profiler: bool = False
+    ) -> Batch:
         """A batch of random prompts, recorded; in as few requests as can be, so that they begin at the same moment."""
         prompts = np.random.default_rng(seed).integers(0, self._subject.vocabulary, (batch, prompt_tokens)).tolist()
         bodies = [prompts[at : at + MOST_PROMPTS] for at in range(0, batch, MOST_PROMPTS)]
         recording = f"/groups/{self._subject.group}/recording"
-        await self.admin("POST", recording)
+        await self.admin("POST", recording + ("?torch_profiler=true" if torch_profiler else ""))
         began = time.perf_counter()
         tasks = [asyncio.ensure_future(self._generate(body, output_tokens, began)) for body in bodies]
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from server.demo.daemon import DaemonProcess
 from swapper.image import Image
 
 GROUP = "profile"
+TOLD_LINES = 20
+"""Of its log, if something goes wrong."""
+
 WAIT = 600.0
 """Seconds: a batch larger than memory waits in the queue on purpose."""
 
@@ -35,7 +39,11 @@ def private_daemon(
         # What the environment says of the configuration is in `settings` already, and would go before them.
         env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
         with DaemonProcess(Path(directory), settings, env=env) as daemon:
-            yield daemon.url
+            try:
+                yield daemon.url
+            except BaseException:
+                print("The daemon's last lines:", *list(daemon.output)[-TOLD_LINES:], sep="\n", file=sys.stderr)
+                raise
 
 
 def private_settings(

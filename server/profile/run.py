@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,24 +30,25 @@ LOADS = 3
 SCORED_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """See `server/cli/profiling.py`."""
 
-    batches: tuple[int, ...] | None
+    batches: tuple[int, ...] | None = None
     prompt_tokens: tuple[int, ...]
     output_tokens: int
     repeat: int
-    switches: tuple[str, ...]
-    url: str | None
-    group: str | None
-    memory: str | None
-    break_at: int
-    report: Path | None
-    trace: Path | None
-    store: Path | None
-    api_key: str | None
-    admin_key: str | None
+    switches: tuple[str, ...] = ()
+    url: str | None = None
+    group: str | None = None
+    memory: str | None = None
+    break_at: int = 0
+    report: Path | None = None
+    trace: Path | None = None
+    torch_profiler: Path | None = None
+    store: Path | None = None
+    api_key: str | None = None
+    admin_key: str | None = None
 
 
 def run(models: Sequence[str], options: Options) -> list[Profile]:
@@ -57,9 +59,9 @@ def run(models: Sequence[str], options: Options) -> list[Profile]:
         raise ProfileError("A daemon that is serving keeps its settings: use --switch and --memory without --url.")
     if options.url is None and options.group is not None:
         raise ProfileError("A private daemon has one group only: use --group with --url.")
-    if options.trace is not None and len(models) > 1:
-        raise ProfileError("A trace is of one model: use --trace with a single one.")
-    for path in (options.report, options.trace):
+    if (options.trace is not None or options.torch_profiler is not None) and len(models) > 1:
+        raise ProfileError("A trace is of one model: use --trace and --torch-profiler with a single one.")
+    for path in (options.report, options.trace, options.torch_profiler):
         if path is not None and not path.parent.is_dir():
             raise ProfileError(f"There is no directory {path.parent} for {path.name}.")
     config = load_config(None, memory=options.memory)
@@ -82,12 +84,14 @@ def run(models: Sequence[str], options: Options) -> list[Profile]:
 
 def _profile(image: Image, config: Config, store: Store, options: Options) -> Profile:
     with _daemon(image, config, store, options, None) as url:
-        profile = asyncio.run(_first(url, image, config, options))
+        profile = asyncio.run(measure(url, image, config, options))
+        if (path := options.torch_profiler) is not None:
+            profile = asyncio.run(measure_with_torch(url, image, config, options, profile, path))
     variants = list(profile.variants)
     for name in options.switches:
         print(f"once more with {name}")
         with _daemon(image, config, store, options, name) as url:
-            variants.append(asyncio.run(_again(url, image, config, options, name)))
+            variants.append(asyncio.run(measure_again(url, image, config, options, name)))
     return profile.model_copy(update={"variants": tuple(variants)})
 
 
@@ -100,7 +104,7 @@ def _daemon(image: Image, config: Config, store: Store, options: Options, switch
         yield url
 
 
-async def _first(url: str, image: Image, config: Config, options: Options) -> Profile:
+async def measure(url: str, image: Image, config: Config, options: Options) -> Profile:
     """Everything, with the engine as it comes."""
     manifest = image.manifest
     tokenizer = ModelTokenizer(manifest.model, image.path)
@@ -126,7 +130,9 @@ async def _first(url: str, image: Image, config: Config, options: Options) -> Pr
         found = f"predicted {breaking.predicted}, observed {breaking.observed}"
         print(f"breaking point at {breaking.tokens} tokens: {found}")
         text = text_tokens(image, tokenizer, SCORED_TOKENS)
-        accuracy = await sweep.accuracy(text, await asyncio.to_thread(reference, image, tokenizer, text))
+        accuracy = None
+        if len(text) > 1:  # random models' tokenizers know no English
+            accuracy = await sweep.accuracy(text, await asyncio.to_thread(reference, image, tokenizer, text))
         if options.trace is not None:
             ran = await client.run(points[-1].batch, points[-1].prompt_tokens, options.output_tokens, 0)
             options.trace.write_text(trace(ran.ranks))
@@ -151,7 +157,28 @@ async def _first(url: str, image: Image, config: Config, options: Options) -> Pr
     )
 
 
-async def _again(url: str, image: Image, config: Config, options: Options, switch: str) -> Variant:
+async def measure_with_torch(
+    url: str, image: Image, config: Config, options: Options, profile: Profile, path: Path
+) -> Profile:
+    """What torch.profiler sees: a trace a rank, the first at `path`, and on GPUs the time of collectives."""
+    tokenizer = ModelTokenizer(image.manifest.model, image.path)
+    subject = _subject(url, tokenizer, image, options)
+    async with Client(subject) as client:
+        points = tuple(profile.points())
+        if profile.device != "cpu":
+            sweep, _ = await _sweep(client, await _worker(client, subject.group), image, config)
+            points = await sweep.collectives(points)
+        last = points[-1]
+        ran = await client.run(last.batch, last.prompt_tokens, last.output_tokens, 0, torch_profiler=True)
+    for rank, its in enumerate(ran.ranks):
+        target = path.with_name(f"rank-{rank}-{path.name}") if rank else path
+        target.write_bytes(b64decode(its["torch_trace"]))
+        print(f"Torch's trace of rank {rank} is in {target}.")
+    first, *others = profile.variants
+    return profile.model_copy(update={"variants": (first.model_copy(update={"points": points}), *others)})
+
+
+async def measure_again(url: str, image: Image, config: Config, options: Options, switch: str) -> Variant:
     """The points alone, with one switch set."""
     tokenizer = ModelTokenizer(image.manifest.model, image.path)
     subject = _subject(url, tokenizer, image, options)

@@ -69,11 +69,24 @@ class Sweep:
                 self._tell(_line(points[-1]))
         return tuple(points)
 
+    async def collectives(self, points: Sequence[Point]) -> tuple[Point, ...]:
+        """The same points with the time of collectives, as torch.profiler sees it: on a GPU nobody else does."""
+        return tuple([await self._seen(point) if point.moved else point for point in points])
+
+    async def _seen(self, point: Point) -> Point:
+        size = point.batch, point.prompt_tokens, point.output_tokens
+        ran = await self._client.run(*size, self._next_seed(), torch_profiler=True)
+        moved = {
+            kind: its.model_copy(update={"seconds": _seconds_in_steps(ran, kind, point.batch)})
+            for kind, its in point.moved.items()
+        }
+        return point.model_copy(update={"moved": moved})
+
     async def breaking_point(self, tokens: int) -> BreakingPoint:
         """Predicted by arithmetic, and then run: a few more requests than should fit."""
         predicted = self.largest_batch(tokens)
         asked = math.ceil(predicted * 1.05) + 2
-        output_tokens = _lasting_answer(asked, tokens, self._place.max_batch_tokens)
+        output_tokens = lasting_answer(asked, tokens, self._place.max_batch_tokens)
         prompt_tokens = tokens - output_tokens
         ran = await self._client.run(asked, prompt_tokens, output_tokens, self._next_seed())
         observed = max((its["decoded"] for its in ran.passes()), default=0)
@@ -136,6 +149,10 @@ class Sweep:
             latency=_spread([answer.last_token for ran in runs for answer in ran.answers]),
             tokens_per_second=_spread([batch * output_tokens / ran.seconds for ran in runs]),
             busy=_median([sum(its["seconds"] for its in ran.passes()) / ran.seconds for ran in runs]),
+            gpu_busy=_median_or_none([its for ran in runs for its in ran.readings("gpu_busy")]),
+            joules=_median_or_none(
+                [sum(its) / batch / output_tokens for ran in runs if (its := ran.readings("joules"))]
+            ),
             moved=self._moved(batch, runs),
             memory=self._memory(runs),
         )
@@ -155,6 +172,7 @@ class Sweep:
             reserved=peaks.get("reserved"),
             graphs=peaks.get("graphs"),
             device=peaks.get("device"),
+            nvml=max((int(its) for ran in runs for its in ran.readings("nvml")), default=None),
             pool=peaks.get("pool"),
         )
 
@@ -180,7 +198,7 @@ class Sweep:
         return self._seed
 
 
-def _lasting_answer(sequences: int, tokens: int, pass_tokens: int) -> int:
+def lasting_answer(sequences: int, tokens: int, pass_tokens: int) -> int:
     """How many of a sequence's tokens must be its answer's, for the first sequences to be there still when the last one
     has begun. Their decodes take part of the passes that prompts need."""
     passes = sequences / max(1, pass_tokens - sequences)  # at most, for a token of each prompt
@@ -227,6 +245,10 @@ def _spread(values: Sequence[float]) -> Spread:
     spread = Spread.of(values)
     assert spread is not None
     return spread
+
+
+def _median_or_none(values: Sequence[float]) -> float | None:
+    return _median(values) if values else None
 
 
 def _median(values: Sequence[float]) -> float:

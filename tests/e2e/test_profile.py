@@ -26,16 +26,11 @@ def profile(tmp_path: Path, tp: int, pp: int) -> Profile:
         prompt_tokens=(16, 40),
         output_tokens=4,
         repeat=2,
-        switches=(),
-        url=None,
-        group=None,
         memory=f"{8 if tp * pp == 1 else 4}MiB",
         break_at=LAST,
         report=tmp_path / "report.html",
         trace=tmp_path / "trace.json",
         store=store.root,
-        api_key=None,
-        admin_key=None,
     )
     (made,) = run(["llama"], options)
     assert load(store.open("llama").path, store.open("llama").identity) == made

@@ -86,10 +86,15 @@ def test_peaks_are_the_largest_values_of_what_is_told_and_of_the_gauge() -> None
         def now(self) -> Mapping[str, int]:
             return {"device": next(self.values)}
 
+        def readings(self) -> Mapping[str, float]:
+            return {"joules": 2.5}
+
     gauge = Gauge()
     recorder = Recorder(gauge)
     recorder.begin()
     for frames in (1, 2, 1):
         recorder.peak(kv_frames=frames)
-    assert recorder.end().peaks == {"kv_frames": 2, "device": 9}
+    recording = recorder.end()
+    assert recording.peaks == {"kv_frames": 2, "device": 9}
+    assert recording.readings == {"joules": 2.5}
     assert gauge.resets == 1

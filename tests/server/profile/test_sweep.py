@@ -54,7 +54,7 @@ def test_as_many_run_at_once_as_tokens_of_a_pass(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tokens", [64, 240, 4096])
 @pytest.mark.parametrize("sequences", [3, 20, 66])
 def test_the_first_answer_lasts_until_the_last_prompt_has_begun(sequences: int, tokens: int, pass_tokens: int) -> None:
-    answer = module._lasting_answer(sequences, tokens, pass_tokens)
+    answer = module.lasting_answer(sequences, tokens, pass_tokens)
     prompts, answered = [tokens - answer] * sequences, 0
     while prompts[-1]:
         decoding = prompts.count(0)

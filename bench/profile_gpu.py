@@ -62,16 +62,28 @@ class Scale:
     output_tokens: int
     break_at: int
     pass_tokens: int
-    requests: int
-    rounds: int
-    repeat: int = 2
+    requests: int  # at the breaking point
+    rounds: int  # with a recording, and as many without
+    repeat: int
 
 
 FULL = Scale(
-    LLAMA_8B, "bfloat16", "cuda", 32 << 20, 32 << 30, (1, 4, 16, 64, 256), (128, 1024, 4096), 64, 1088, 2048, 1000, 8
+    config=LLAMA_8B,
+    dtype="bfloat16",
+    device="cuda",
+    page=32 << 20,
+    pool=32 << 30,
+    batches=(1, 4, 16, 64, 256),
+    prompt_tokens=(128, 1024, 4096),
+    output_tokens=64,
+    break_at=1088,
+    pass_tokens=2048,
+    requests=1000,
+    rounds=10,
+    repeat=3,
 )
 SMALL = Scale(
-    {
+    config={
         **LLAMA_8B,
         "vocab_size": 4096,
         "hidden_size": 256,
@@ -83,17 +95,18 @@ SMALL = Scale(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    "float32",
-    "cpu",
-    2 << 20,
-    60 << 20,
-    (1, 4),
-    (16, 64),
-    16,
-    160,
-    256,
-    100,
-    2,
+    dtype="float32",
+    device="cpu",
+    page=2 << 20,
+    pool=60 << 20,
+    batches=(1, 4),
+    prompt_tokens=(16, 64),
+    output_tokens=16,
+    break_at=160,
+    pass_tokens=256,
+    requests=100,
+    rounds=2,
+    repeat=2,
 )
 
 
@@ -157,7 +170,7 @@ class Experiment:
         self._results = results
         self._options = Options(
             batches=scale.batches,
-            prompt_tokens=scale.prompt_tokens,
+            prompt_tokens=scale.prompt_tokens if len(image.manifest.shards) == 1 else scale.prompt_tokens[:2],
             output_tokens=scale.output_tokens,
             repeat=scale.repeat,
             break_at=scale.break_at,
@@ -181,7 +194,7 @@ class Experiment:
         alone = len(self._image.manifest.shards) == 1
         with self._daemon({}) as url:
             with timed("sweep"):
-                profile = asyncio.run(measure(url, self._image, self._config, self._options))
+                profile = asyncio.run(measure(url, self._image, self._config, self._options, None))
             self._results.profiles.append(profile)
             self._results.save()
             if alone:
@@ -198,7 +211,7 @@ class Experiment:
         if alone:
             with self._daemon({"graphs": False}) as url, timed("without graphs"):
                 few = replace(self._options, prompt_tokens=self._options.prompt_tokens[:2], repeat=1)
-                variant = asyncio.run(measure_again(url, self._image, self._config, few, "no-graphs"))
+                variant = asyncio.run(measure_again(url, self._image, self._config, few, None, "no-graphs"))
             both = {"variants": (*profile.variants, variant)}
             self._results.profiles[-1] = profile.model_copy(update=both)
 
@@ -208,7 +221,7 @@ class Experiment:
 
     def _recording(self, url: str) -> None:
         tokens = int(str(self._scale.config["vocab_size"]))
-        output = 4 * self._scale.output_tokens
+        output = 2 * self._scale.output_tokens
         on, off = recorded_and_not(url, GROUP, lambda seed: body(MODEL, seed, tokens, output), self._scale.rounds)
         self._results.samples |= {"recorded, s": on, "not recorded, s": off}
         share = statistics.median(on) / statistics.median(off) - 1
@@ -220,7 +233,6 @@ class Experiment:
         (broken,) = profile.breaking_points
         at_once = int(0.99 * broken.observed)
         output = lasting_answer(at_once, tokens, scale.pass_tokens)
-        ballast = self._ballast()
         numbers = iter(range(scale.requests))
         failures: list[str] = []
         vocabulary = int(str(scale.config["vocab_size"]))
@@ -229,18 +241,22 @@ class Experiment:
             for number in numbers:
                 prompt = np.random.default_rng(number).integers(0, vocabulary, tokens - output).tolist()
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-                answer = await http.post("/v1/completions", json=body)
+                try:
+                    answer = await http.post("/v1/completions", json=body)
+                except httpx.HTTPError as error:
+                    failures.append(repr(error))
+                    continue
                 if answer.is_error or answer.json()["usage"]["completion_tokens"] != output:
                     failures.append(answer.text[:300])
 
         limits = httpx.Limits(max_connections=None)
         subject = Subject(url, MODEL, GROUP, vocabulary)
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as http, Client(subject) as client:
+        http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits)
+        async with http, Client(subject) as client:
             await client.admin("POST", f"/groups/{GROUP}/recording")
             began = time.perf_counter()
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(at_once):
-                    tasks.create_task(ask(http))
+            with self._ballast() as ballast:
+                await asyncio.gather(*(ask(http) for _ in range(at_once)))
             took = time.perf_counter() - began
             recorded = (await client.admin("DELETE", f"/groups/{GROUP}/recording"))["ranks"][0]
         passes = [its for its in recorded["spans"] if its["name"] == "pass"]
@@ -257,18 +273,23 @@ class Experiment:
             - scale.requests * (tokens - output),
             "spans dropped": recorded["dropped"],
             "peaks": recorded["peaks"],
-            "ballast": ballast.nbytes if ballast is not None else 0,
+            "ballast": ballast,
         }
         self._results.bars.append(
             Bar("requests that failed at 99 % of the breaking point", len(failures), 0, "requests")
         )
 
-    def _ballast(self) -> torch.Tensor | None:
-        """Takes what memory the GPU has besides the worker's."""
+    @contextmanager
+    def _ballast(self) -> Iterator[int]:
+        """Takes what memory the GPU has besides the worker's; yields its bytes."""
         if self._scale.device != "cuda":
-            return None
+            yield 0
+            return
         free, _ = torch.cuda.mem_get_info(0)
-        return torch.empty(max(1, free - LEFT_FREE), dtype=torch.uint8, device="cuda:0")
+        ballast = torch.empty(max(1, free - LEFT_FREE), dtype=torch.uint8, device="cuda:0")
+        yield ballast.nbytes
+        del ballast
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -74,8 +74,10 @@ AttentionInterface.register(NAME, paged_attention)
 class PagedPass:
     """The attention of one forward pass over a paged KV cache."""
 
-    def __init__(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate) -> None:
+    def __init__(self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, plain: bool = False) -> None:
+        """`plain`: step by step, without fused kernels."""
         self.gate = gate
+        self._plain = plain
         self._cache = cache
         self._tokens = len(batch.tokens)
         self._groups = make_groups(batch.slices, cache)
@@ -101,11 +103,12 @@ class PagedPass:
         packed = query[0].transpose(0, 1)  # [tokens, heads, width]
         views = self._views_of(layer, window)
         if self._whole:
-            whole = _attend(packed, views[0], layer, scaling, softcap, sinks)
+            whole = _attend(packed, views[0], layer, scaling, softcap, sinks, self._plain)
             return whole.reshape(1, tokens, packed.shape[1], layer.shape.value_width)
         result = query.new_empty(tokens, packed.shape[1], layer.shape.value_width)
         for group, view in zip(self._groups, views, strict=True):
-            part = _attend(packed.index_select(0, group.take), view, layer, scaling, softcap, sinks)
+            queries = packed.index_select(0, group.take)
+            part = _attend(queries, view, layer, scaling, softcap, sinks, self._plain)
             part = part.reshape(-1, *result.shape[1:])
             result.index_copy_(0, group.rows, part if group.kept is None else part.index_select(0, group.kept))
         return result[None]
@@ -135,12 +138,13 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    plain: bool,
 ) -> torch.Tensor:
     """Attention of a group: queries `[size * queries, heads, width]` in, `[size, queries, heads, value width]` out."""
     keys, values = view.gather(layer)
     shared = query.shape[1] // layer.shape.heads  # query heads that share a key head
     query = query.reshape(view.size, view.queries, layer.shape.heads, shared, layer.shape.key_width)
-    if softcap is not None or sinks is not None:
+    if plain or softcap is not None or sinks is not None:
         return _explicit(query, keys, values, view.mask, scaling, softcap, sinks)
     if view.queries == 1:
         # Heads that share keys are queries of one head, which needs no repeated keys and is what kernels are quick at.
@@ -167,7 +171,7 @@ def _explicit(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention step by step, for what no kernel offers: capped logits, and sinks.
+    """Attention step by step, for what no kernel offers, capped logits and sinks, and to compare kernels with.
 
     A sink is one more logit a head, which takes its share of the softmax and has no value.
     """

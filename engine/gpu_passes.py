@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import triton_attention
+from engine.attention import PagedPass
 from engine.batch import StepBatch
 from engine.graphs import GraphKey, bucket_of, graphs_of
 from engine.kv_cache import PagedKvCache
@@ -71,9 +72,10 @@ class GpuPasses:
         nbytes: int,
         context_length: int,
         traffic: Traffic | None = None,
+        plain: bool = False,
     ) -> None:
         """`is_ready` tells whether so many bytes of the model's weights are in; it has `nbytes`. `traffic` counts the
-        collectives of its passes, if it has other ranks.
+        collectives of its passes, if it has other ranks. With `plain`, nothing runs through kernels or graphs of ours.
         """
         self._name = name
         self._run = run
@@ -81,6 +83,7 @@ class GpuPasses:
         self._nbytes = nbytes
         self._device = device
         self._traffic = traffic
+        self._plain = plain
         self._moved: dict[int, Traffic] = {}  # by a decode, by bucket
         self._staging = Staging(device)
         self._graphs = graphs_of(device)
@@ -108,6 +111,9 @@ class GpuPasses:
         self, batch: StepBatch, cache: PagedKvCache, gate: PageGate, tokens: torch.Tensor | None
     ) -> torch.Tensor:
         self.likeliest = None
+        if self._plain:
+            inputs = self._staging.copy(batch, tokens)
+            return self._run(inputs.tokens, inputs.positions, inputs.sampled, PagedPass(batch, cache, gate, True))
         bucket = bucket_of(len(batch.slices)) if decodes_only(batch) and batch.in_one else None
         if bucket is not None and (self._is_decided or self._may_replay()):
             gate(self._nbytes)  # a graph has no gates

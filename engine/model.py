@@ -98,8 +98,10 @@ class BoundModel:
         kv: KvLayout,
         stage: Stage | None = None,
         traffic: Traffic | None = None,
+        plain: bool = False,
     ) -> None:
-        """`stage` is its place in a pipeline, if it has one; `traffic` what counts its collectives."""
+        """`stage` is its place in a pipeline, if it has one; `traffic` what counts its collectives; with `plain`, it
+        attends step by step."""
         manifest = image.manifest
         self.weights = weights
         self.name = manifest.model
@@ -110,12 +112,13 @@ class BoundModel:
         self.grammars: Grammars | None = ImageGrammars(image.path, self.vocab_size)
         self._module = module
         self._stage = stage
+        self._plain = plain
         self._device = torch.device(weights.region.device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(module).forward).parameters
         self._gpu = self._gpu_passes(traffic) if self._device.type == "cuda" else None
 
     @staticmethod
-    def bind(image: Image, shard: WeightRegion, mesh: Collectives | None = None) -> BoundModel:
+    def bind(image: Image, shard: WeightRegion, mesh: Collectives | None = None, *, plain: bool = False) -> BoundModel:
         """Build the module over the shard's region; for a rank of a mesh, its part of it. Touches no weight, and copies
         none.
 
@@ -144,7 +147,7 @@ class BoundModel:
         if stage is not None:
             stage.connect(module, own)
         traffic = mesh.traffic if mesh is not None and mesh.rank.size > 1 else None
-        return BoundModel(shard, image, module, kv, stage, traffic)
+        return BoundModel(shard, image, module, kv, stage, traffic, plain)
 
     @property
     def likeliest(self) -> torch.Tensor | None:
@@ -168,7 +171,7 @@ class BoundModel:
                 ids, positions = torch.tensor((batch.tokens, batch.positions))[:, None]
                 sampled = torch.tensor(batch.sampled, dtype=torch.long)
                 ids = ids if tokens is None else tokens[None]
-                logits = self._run(ids, positions, sampled, PagedPass(batch, kv, gate))
+                logits = self._run(ids, positions, sampled, PagedPass(batch, kv, gate, self._plain))
         # Made outside of inference mode, so that whoever gets it may write to it.
         return logits.to(torch.float32, copy=True)
 
@@ -210,7 +213,9 @@ class BoundModel:
 
         fuse(self._module)
         end = max((extent.end for extent in self.weights.shard.layers), default=0)
-        return GpuPasses(self.name, self._device, self._run, self.weights.is_ready, end, self.context_length, traffic)
+        return GpuPasses(
+            self.name, self._device, self._run, self.weights.is_ready, end, self.context_length, traffic, self._plain
+        )
 
 
 def bind_weights(module: PreTrainedModel, image: Image, shard: WeightRegion) -> PreTrainedModel:

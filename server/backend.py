@@ -118,6 +118,7 @@ def worker_specs(config: Config, group: GroupConfig) -> tuple[WorkerSpec, ...]:
             max_batch_tokens=cluster.max_batch_tokens,
             max_batch_sequences=cluster.max_batch_sequences,
             graphs=cluster.graphs,
+            attention=cluster.attention,
             suspended_bytes=memory.suspended,
         )
         for rank in range(group.ranks)

@@ -211,6 +211,9 @@ class ClusterConfig(Section):
     max_batch_tokens: int = Field(default=512, ge=16)
     max_batch_sequences: int = Field(default=64, ge=1)
     graphs: bool = Field(default=True, description="decode from CUDA graphs on a GPU")
+    attention: Literal["fused", "plain"] = Field(
+        default="fused", description="plain: step by step, slower, without fused kernels or graphs; to compare with"
+    )
 
     @model_validator(mode="after")
     def _groups_can_be(self) -> ClusterConfig:

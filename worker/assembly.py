@@ -95,7 +95,7 @@ def open_shard(spec: WorkerSpec) -> tuple[Shard, WorkerReady]:
         parts.pool,
         parts.reader if spec.read_rate is None else ThrottledReader(parts.reader, spec.read_rate),
         make_engine,
-        partial(_bind, mesh),
+        partial(_bind, mesh, spec.attention == "plain"),
         rehearse=parts.rehearse,
         tier=_open_tier(spec, parts.copier, parts.peers),
         peers=parts.peers,
@@ -111,10 +111,10 @@ def _join_mesh(spec: WorkerSpec, device: str) -> Mesh | None:
     return Mesh.join(rank, spec.rendezvous, torch.device(device), JOIN_TIMEOUT) if rank.size > 1 else None
 
 
-def _bind(mesh: Mesh | None, image: Image, shard: PagedShard) -> ModelRunnerProtocol:
+def _bind(mesh: Mesh | None, plain: bool, image: Image, shard: PagedShard) -> ModelRunnerProtocol:
     if image.manifest.embedding is not None:
         return EncoderModel.bind(image, shard)
-    return BoundModel.bind(image, shard, mesh)
+    return BoundModel.bind(image, shard, mesh, plain=plain)
 
 
 def _check_store(spec: WorkerSpec) -> None:

@@ -211,6 +211,7 @@ class WorkerSpec:
     max_batch_tokens: int = 512  # prefill chunk plus decodes of one forward pass
     max_batch_sequences: int = 64
     graphs: bool = True  # decodes may run from CUDA graphs
+    attention: str = "fused"  # or "plain"
     suspended_bytes: int = 0  # of host memory, for keys and values of suspended requests
 
 

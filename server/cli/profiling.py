@@ -21,7 +21,11 @@ def profile(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each point.")] = 3,
     switch: Annotated[
-        list[str] | None, typer.Option(help="Sweep again with: chunk-128, chunk-2048, no-graphs. Without --url.")
+        list[str] | None,
+        typer.Option(
+            help="Sweep again with: chunk-128, chunk-2048, no-graphs, plain-attention, float32, float16, bfloat16. "
+            "Without --url."
+        ),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="A serving daemon with an idle group. Default: a private one.")

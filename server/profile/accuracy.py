@@ -26,18 +26,29 @@ class Reference:
         return same / len(self.likeliest)
 
 
-def text_tokens(image: Image, tokenizer: ModelTokenizer, most: int) -> tuple[int, ...]:
-    """The text as the model reads it, as much as fits into its context."""
-    return tokenizer.encode(TEXT)[: min(most, image.manifest.context_length - 1)]
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """The text as a model reads it, and what its weights make of it in float32; None where that is not known."""
+
+    tokens: tuple[int, ...]
+    reference: Reference | None
+
+
+def yardstick(image: Image, most: int) -> Yardstick | None:
+    """Of as much of the text as fits into the model's context; None if its tokenizer knows none of it.
+
+    Imports torch.
+    """
+    tokenizer = ModelTokenizer(image.manifest.model, image.path)
+    tokens = tokenizer.encode(TEXT)[: min(most, image.manifest.context_length - 1)]
+    return Yardstick(tokens, reference(image, tokenizer, tokens)) if len(tokens) > 1 else None
 
 
 def reference(image: Image, tokenizer: ModelTokenizer, tokens: Sequence[int]) -> Reference | None:
-    """None for an image of several ranks, which has the whole weights nowhere, and where this machine has no memory
-    for them. Imports torch."""
-    if len(image.manifest.shards) > 1:
-        return None
+    """None where this machine has no memory for the weights."""
     widened = 1 if image.manifest.dtype == "float32" else 2
-    if (wanted := image.manifest.shards[0].nbytes * (1 + widened)) > psutil.virtual_memory().available:
+    wanted = sum(shard.nbytes for shard in image.manifest.shards) * (1 + widened)
+    if wanted > psutil.virtual_memory().available:
         print(f"no comparison with float32, which would take {wanted >> 30} GiB of this machine's memory")
         return None
     from engine.reference import score

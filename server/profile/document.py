@@ -88,12 +88,22 @@ class Point(Part):
     memory: Memory
 
 
+class Accuracy(Part):
+    """Over the text in `text.py`."""
+
+    tokens: int
+    perplexity: float
+    reference: float | None  # perplexity in float32, of the same weights
+    agreement: float | None  # share of tokens whose likeliest successor is the one of float32
+
+
 class Variant(Part):
     """The engine with one setting of its switches."""
 
     name: str
     settings: Mapping[str, str | int | bool]
     points: tuple[Point, ...]
+    accuracy: Accuracy | None = None
 
 
 class PageIn(Part):
@@ -113,17 +123,8 @@ class BreakingPoint(Part):
     preempted: bool = False  # whether that run had to take memory back
 
 
-class Accuracy(Part):
-    """Over the text in `text.py`."""
-
-    tokens: int
-    perplexity: float
-    reference: float | None  # perplexity in float32, of the same weights
-    agreement: float | None  # share of tokens whose likeliest successor is the one of float32
-
-
 class Profile(Part):
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: str
     identity: str  # of the image
     architecture: str
@@ -139,7 +140,6 @@ class Profile(Part):
     page_ins: tuple[PageIn, ...]
     variants: tuple[Variant, ...]
     breaking_points: tuple[BreakingPoint, ...]
-    accuracy: Accuracy | None
 
     @property
     def label(self) -> str:

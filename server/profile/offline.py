@@ -21,12 +21,16 @@ TOLD_LINES = 20
 WAIT = 600.0
 """Seconds: a batch larger than memory waits in the queue on purpose."""
 
+DTYPES = ("float32", "float16", "bfloat16")
+
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "chunk-128": {"max_batch_tokens": 128},
     "chunk-2048": {"max_batch_tokens": 2048},
     "no-graphs": {"graphs": False},
+    "plain-attention": {"attention": "plain"},
+    **{dtype: {} for dtype in DTYPES},
 }
-"""Settings of `cluster` that a sweep may be repeated with."""
+"""What a sweep may be repeated with: settings of `cluster`, or another type of weights."""
 
 
 @contextmanager

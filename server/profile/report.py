@@ -181,15 +181,21 @@ def _page_ins(profile: Profile) -> Iterator[str]:
 
 
 def _accuracy(profile: Profile) -> Iterator[str]:
-    if (accuracy := profile.accuracy) is None:
+    found = [(variant, variant.accuracy) for variant in profile.variants if variant.accuracy is not None]
+    if not found:
         return
-    reference = f"{accuracy.reference:.4f}" if accuracy.reference is not None else "not computed"
-    agreement = f"{accuracy.agreement:.2%}" if accuracy.agreement is not None else "not computed"
-    yield "<h3>Accuracy</h3><table>"
-    yield f"<tr><th>over</th><td>{accuracy.tokens} tokens</td></tr>"
-    yield f"<tr><th>perplexity</th><td>{accuracy.perplexity:.4f}</td></tr>"
-    yield f"<tr><th>perplexity in float32</th><td>{reference}</td></tr>"
-    yield f"<tr><th>same likeliest token as in float32</th><td>{agreement}</td></tr></table>"
+    names = ("engine", "perplexity", "in float32", "same likeliest token as in float32")
+    yield f"<h3>Accuracy, over {found[0][1].tokens} tokens of a text</h3>"
+    yield "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+    for variant, its in found:
+        cells = (
+            escape(variant.name),
+            f"{its.perplexity:.4f}",
+            f"{its.reference:.4f}" if its.reference is not None else "not computed",
+            f"{its.agreement:.2%}" if its.agreement is not None else "not computed",
+        )
+        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    yield "</table>"
 
 
 def _comparison(profiles: Sequence[Profile]) -> Iterator[str]:

@@ -6,18 +6,19 @@ import asyncio
 import os
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from server.config import Config, load_config
-from server.profile.accuracy import reference, text_tokens
+from server.profile.accuracy import Yardstick, yardstick
 from server.profile.document import Profile, ProfileError, Variant, save
 from server.profile.measure import Client, Subject
-from server.profile.offline import GROUP, SWITCHES, private_daemon
+from server.profile.offline import DTYPES, GROUP, SWITCHES, private_daemon
 from server.profile.report import page
 from server.profile.sweep import Place, Plan, Sweep
 from server.profile.trace import trace
@@ -83,28 +84,44 @@ def run(models: Sequence[str], options: Options) -> list[Profile]:
 
 
 def _profile(image: Image, config: Config, store: Store, options: Options) -> Profile:
-    with _daemon(image, config, store, options, None) as url:
-        profile = asyncio.run(measure(url, image, config, options))
+    text = yardstick(image, SCORED_TOKENS)
+    with _daemon(image, config, store, options, {}) as url:
+        profile = asyncio.run(measure(url, image, config, options, text))
         if (path := options.torch_profiler) is not None:
             profile = asyncio.run(measure_with_torch(url, image, config, options, profile, path))
     variants = list(profile.variants)
     for name in options.switches:
         print(f"once more with {name}")
-        with _daemon(image, config, store, options, name) as url:
-            variants.append(asyncio.run(measure_again(url, image, config, options, name)))
+        with (
+            _recast(image, store, name) as (same, where),
+            _daemon(same, config, where, options, SWITCHES[name]) as url,
+        ):
+            variants.append(asyncio.run(measure_again(url, same, config, options, text, name)))
     return profile.model_copy(update={"variants": tuple(variants)})
 
 
 @contextmanager
-def _daemon(image: Image, config: Config, store: Store, options: Options, switch: str | None) -> Iterator[str]:
+def _recast(image: Image, store: Store, switch: str) -> Iterator[tuple[Image, Store]]:
+    """The image itself, or, for a switch that is a type of weights, one of that type, in a store of its own."""
+    if switch not in DTYPES:
+        yield image, store
+        return
+    from engine.reference import recast
+
+    with TemporaryDirectory(dir=store.root, prefix="profile-") as directory:
+        other = Store(Path(directory) / "store")
+        yield recast(image, switch, other, Path(directory) / "checkpoint"), other
+
+
+@contextmanager
+def _daemon(image: Image, config: Config, store: Store, options: Options, settings: Mapping[str, Any]) -> Iterator[str]:
     most = 4 * max(config.cluster.max_batch_sequences, *(options.batches or (1,)))
-    settings = SWITCHES[switch] if switch is not None else {}
     private = private_daemon(config, store.root, image, most, settings, one_pool=options.memory is not None)
     with private if options.url is None else nullcontext(options.url) as url:
         yield url
 
 
-async def measure(url: str, image: Image, config: Config, options: Options) -> Profile:
+async def measure(url: str, image: Image, config: Config, options: Options, text: Yardstick | None) -> Profile:
     """Everything, with the engine as it comes."""
     manifest = image.manifest
     tokenizer = ModelTokenizer(manifest.model, image.path)
@@ -129,10 +146,7 @@ async def measure(url: str, image: Image, config: Config, options: Options) -> P
         breaking = await sweep.breaking_point(tokens)
         found = f"predicted {breaking.predicted}, observed {breaking.observed}"
         print(f"breaking point at {breaking.tokens} tokens: {found}")
-        text = text_tokens(image, tokenizer, SCORED_TOKENS)
-        accuracy = None
-        if len(text) > 1:  # random models' tokenizers know no English
-            accuracy = await sweep.accuracy(text, await asyncio.to_thread(reference, image, tokenizer, text))
+        accuracy = await sweep.accuracy(text)
         if options.trace is not None:
             ran = await client.run(points[-1].batch, points[-1].prompt_tokens, options.output_tokens, 0)
             options.trace.write_text(trace(ran.ranks))
@@ -151,9 +165,8 @@ async def measure(url: str, image: Image, config: Config, options: Options) -> P
         frames=place.frames,
         page_bytes=place.page_bytes,
         page_ins=page_ins,
-        variants=(Variant(name="as it comes", settings=_settings(config), points=points),),
+        variants=(Variant(name="as it comes", settings=_settings(image, config), points=points, accuracy=accuracy),),
         breaking_points=(breaking,),
-        accuracy=accuracy,
     )
 
 
@@ -178,15 +191,19 @@ async def measure_with_torch(
     return profile.model_copy(update={"variants": (first.model_copy(update={"points": points}), *others)})
 
 
-async def measure_again(url: str, image: Image, config: Config, options: Options, switch: str) -> Variant:
-    """The points alone, with one switch set."""
+async def measure_again(
+    url: str, image: Image, config: Config, options: Options, text: Yardstick | None, switch: str
+) -> Variant:
+    """Points and accuracy alone, with one switch set."""
     tokenizer = ModelTokenizer(image.manifest.model, image.path)
     subject = _subject(url, tokenizer, image, options)
     async with Client(subject) as client:
         await client.load()
         sweep, _ = await _sweep(client, await _worker(client, subject.group), image, config)
         points = await sweep.points(_plan(sweep, options))
-    return Variant(name=switch, settings={**_settings(config), **SWITCHES[switch]}, points=points)
+        accuracy = await sweep.accuracy(text)
+    settings = {**_settings(image, config), **SWITCHES[switch]}
+    return Variant(name=switch, settings=settings, points=points, accuracy=accuracy)
 
 
 def _subject(url: str, tokenizer: ModelTokenizer, image: Image, options: Options) -> Subject:
@@ -221,9 +238,11 @@ def _plan(sweep: Sweep, options: Options) -> Plan:
     return Plan(batches, options.prompt_tokens, options.output_tokens, options.repeat)
 
 
-def _settings(config: Config) -> dict[str, str | int | bool]:
+def _settings(image: Image, config: Config) -> dict[str, str | int | bool]:
     cluster = config.cluster
     return {
+        "dtype": image.manifest.dtype,
+        "attention": cluster.attention,
         "max_batch_tokens": cluster.max_batch_tokens,
         "max_batch_sequences": cluster.max_batch_sequences,
         "graphs": cluster.graphs,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.traffic import Call, calls
-from server.profile.accuracy import Reference
+from server.profile.accuracy import Yardstick
 from server.profile.document import Accuracy, BreakingPoint, Memory, Moved, PageIn, Point, Spread
 from server.profile.measure import Batch, Client
 from swapper.geometry import kv_blocks, kv_capacity_blocks
@@ -100,12 +100,14 @@ class Sweep:
             preempted=again,
         )
 
-    async def accuracy(self, tokens: Sequence[int], reference: Reference | None) -> Accuracy:
-        scored = await self._client.score(tokens)
+    async def accuracy(self, text: Yardstick | None) -> Accuracy | None:
+        if text is None:
+            return None
+        scored, reference = await self._client.score(text.tokens), text.reference
         logprobs = scored["token_logprobs"][1:]
         best = [max(top, key=top.__getitem__) for top in scored["top_logprobs"][1:]]
         return Accuracy(
-            tokens=len(tokens),
+            tokens=len(text.tokens),
             perplexity=math.exp(-sum(logprobs) / len(logprobs)),
             reference=reference.perplexity if reference is not None else None,
             agreement=reference.agreement(best) if reference is not None else None,

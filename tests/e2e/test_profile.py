@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.models import make_checkpoint, make_tokenizer
 from worker.add import add_model
 
 LAST = 240  # tokens of a sequence at the breaking point
+AGAIN = {(1, 1): ("plain-attention",), (2, 1): ("bfloat16",)}  # and with what, by mesh
 
 
 def profile(tmp_path: Path, tp: int, pp: int) -> Profile:
@@ -30,6 +32,8 @@ def profile(tmp_path: Path, tp: int, pp: int) -> Profile:
         break_at=LAST,
         report=tmp_path / "report.html",
         trace=tmp_path / "trace.json",
+        torch_profiler=tmp_path / "torch.json.gz",
+        switches=AGAIN.get((tp, pp), ()),
         store=store.root,
     )
     (made,) = run(["llama"], options)
@@ -56,12 +60,21 @@ def test_a_sweep_counts_what_the_arithmetic_says(
     (broken,) = made.breaking_points
     assert broken.limited_by == "memory"
     assert broken.observed == pytest.approx(broken.predicted, rel=0.03)
-    assert made.accuracy is not None
-    if tp * pp == 1:
-        assert made.accuracy.agreement == 1.0
-        assert made.accuracy.reference == pytest.approx(made.accuracy.perplexity, rel=1e-4)
+    for variant in made.variants:
+        assert [(its.batch, its.prompt_tokens) for its in variant.points] == [(1, 16), (3, 16), (1, 40), (3, 40)]
+        accuracy = variant.accuracy
+        assert accuracy is not None
+        assert accuracy.reference is not None
+        exact = variant.settings["dtype"] == "float32"
+        assert accuracy.perplexity == pytest.approx(accuracy.reference, rel=1e-4 if exact else 0.05)
+        assert accuracy.agreement == 1.0 if exact else 0.9 < accuracy.agreement < 1.0
+    assert tuple(variant.name for variant in made.variants[1:]) == AGAIN.get((tp, pp), ())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == set(range(tp * pp))
+    for rank in range(tp * pp):
+        file = tmp_path / (f"rank-{rank}-torch.json.gz" if rank else "torch.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        assert "aten::mm" in {event.get("name") for event in events}
     assert "memory ends" in (tmp_path / "report.html").read_text()
 
 

@@ -26,12 +26,12 @@ def pack_image(checkpoint: Path, directory: Path, dtype: str | None = None) -> I
     return Image.open(directory)
 
 
-def bind(image: Image, load: bool = True, device: str = "cpu") -> tuple[BoundModel, MemoryShard]:
+def bind(image: Image, load: bool = True, device: str = "cpu", plain: bool = False) -> tuple[BoundModel, MemoryShard]:
     """A model over memory, and its weights."""
     shard = MemoryShard(image, device)
     if load:
         shard.load(shard.shard.nbytes)
-    return BoundModel.bind(image, shard), shard
+    return BoundModel.bind(image, shard, plain=plain), shard
 
 
 def open_gate(nbytes: int) -> None:

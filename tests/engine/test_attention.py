@@ -50,6 +50,19 @@ def test_mixed_batches_give_the_logits_of_eager_attention(tmp_path: Path, archit
     assert largest_difference(random_model(architecture), sequences) < TOLERANCE
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "deepseek_v3"])
+def test_attention_step_by_step_gives_the_same_without_any_kernel(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", architecture)
+    model, _shard = bind(pack_image(tmp_path / "checkpoint", tmp_path / "image"), plain=True)
+    monkeypatch.delattr("engine.attention.scaled_dot_product_attention")
+    sequences = Sequences(model, random_prompts(50, 37, 21, 30))
+    for lengths in CHUNKS_AND_DECODES:
+        sequences.step(lengths)
+    assert largest_difference(random_model(architecture), sequences) < TOLERANCE
+
+
 def test_a_real_model_gives_the_logits_of_eager_attention(smollm2: Path, tmp_path: Path) -> None:
     model, _shard = bind(pack_image(smollm2, tmp_path / "image", "float32"))
     sequences = Sequences(model, random_prompts(40, 25, vocabulary=40000))

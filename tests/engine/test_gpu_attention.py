@@ -48,6 +48,18 @@ def test_mixed_batches_give_the_logits_of_eager_attention(tmp_path: Path, archit
     assert largest_difference(random_model(architecture).to(DEVICE), sequences) < TOLERANCE
 
 
+def test_attention_step_by_step_gives_the_same_without_our_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "llama")
+    model, _shard = bind(pack_image(tmp_path / "checkpoint", tmp_path / "image"), device=DEVICE, plain=True)
+    monkeypatch.delattr("engine.triton_attention.attend")
+    sequences = Sequences(model, random_prompts(50, 37, 21, 30))
+    for lengths in CHUNKS_AND_DECODES:
+        sequences.step(lengths)
+    assert largest_difference(random_model("llama").to(DEVICE), sequences) < TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_half_precision_is_as_close_as_transformers_own(tmp_path: Path, architecture: str, dtype: str) -> None:

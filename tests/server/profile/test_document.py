@@ -47,7 +47,6 @@ def profile(*points: Point, identity: str = "one", page_ins: tuple[PageIn, ...] 
         page_ins=page_ins,
         variants=(Variant(name="as it comes", settings={}, points=points),),
         breaking_points=(),
-        accuracy=None,
     )
 
 
@@ -57,7 +56,7 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert load(tmp_path, "one") == saved
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", '{"version": 2}'], ids=["none", "empty", "no profile", "newer"])
+@pytest.mark.parametrize("text", [None, "", "{}", '{"version": 3}'], ids=["none", "empty", "no profile", "newer"])
 def test_what_is_not_a_profile_counts_as_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:

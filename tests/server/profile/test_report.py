@@ -18,8 +18,9 @@ def full(**changes: object) -> Profile:
     loads = (PageIn(source="storage", nbytes=10**9, pages=30, seconds=0.5),)
     broken = (BreakingPoint(tokens=72, predicted=9, observed=9, limited_by="memory"),)
     accuracy = Accuracy(tokens=400, perplexity=20.5, reference=20.25, agreement=0.975)
-    more = {"breaking_points": broken, "accuracy": accuracy, **changes}
-    return profile(*points, page_ins=loads).model_copy(update=more)
+    whole = profile(*points, page_ins=loads)
+    variants = (whole.variants[0].model_copy(update={"accuracy": accuracy}),)
+    return whole.model_copy(update={"breaking_points": broken, "variants": variants, **changes})
 
 
 def test_a_page_is_whole_and_needs_no_network() -> None:
@@ -34,7 +35,7 @@ def test_a_page_is_whole_and_needs_no_network() -> None:
 def test_a_page_is_whole_where_nothing_was_moved_or_observed() -> None:
     loads = (PageIn(source="none", nbytes=0, pages=0, seconds=0.0),)
     broken = (BreakingPoint(tokens=72, predicted=1, observed=0, limited_by="memory"),)
-    html = page([full(page_ins=loads, breaking_points=broken, accuracy=None)])
+    html = page([full(page_ins=loads, breaking_points=broken, variants=profile(point(1, 64)).variants)])
     assert "GB/s" not in html
     assert "memory ends:" not in html
 

@@ -15,7 +15,7 @@ from tests.models import make_checkpoint, make_tokenizer
 from worker.add import add_model
 
 LAST = 240  # tokens of a sequence at the breaking point
-AGAIN = {(1, 1): ("plain-attention",), (2, 1): ("bfloat16",)}  # and with what, by mesh
+AGAIN = {(1, 1): ("bfloat16",)}  # and with what, by mesh
 
 
 def profile(tmp_path: Path, tp: int, pp: int) -> Profile:

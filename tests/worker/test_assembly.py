@@ -50,6 +50,13 @@ def test_workers_of_a_node_meet_in_the_directory_that_they_are_told(tmp_path: Pa
         shard.close()
 
 
+def test_models_are_bound_for_the_attention_that_is_asked_for() -> None:
+    for attention in ("fused", "plain"):
+        shard, _ = open_shard(replace(SPEC, attention=attention))
+        assert shard._bind.args == (None, attention == "plain")  # type: ignore[attr-defined]
+        shard.close()
+
+
 def test_what_cannot_read_into_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="'pread' cannot read into a GPU's memory; use kvikio"):
         open_shard(replace(SPEC, device="cuda", reader="pread"))

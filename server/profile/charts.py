@@ -34,7 +34,7 @@ def lines(title: str, unit: str, series: Series, marks: Sequence[Mark] = ()) -> 
     def content() -> Iterator[str]:
         for value in y.ticks():
             yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
         for value in sorted({x for x, _ in points}):
             yield f'<text x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
         for mark in marks:
@@ -108,7 +108,8 @@ class _Scale:
     def ticks(self) -> list[float]:
         exponents = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         ticks = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
-        return [tick for tick in ticks if self.low <= tick <= self.high] or [self.low]
+        within = [tick for tick in ticks if self.low <= tick <= self.high]
+        return within if len(within) > 1 else sorted({self.low, self.high})
 
 
 def _figure(title: str, unit: str, names: Sequence[str], content: Iterator[str]) -> str:

@@ -11,7 +11,7 @@ from server.profile.charts import Mark, bars, lines
 from server.profile.document import Point, Profile, Variant
 
 MORE_STYLE = """
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 1rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
 figure { margin: 0; background: var(--card); border-radius: 8px; padding: .7rem; } small { color: var(--soft); }
 .legend { margin: .2rem 0 0; font-size: 13px; } .legend span { margin-right: .8rem; white-space: nowrap; }
 .legend i { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .3em; }
@@ -24,7 +24,7 @@ WORTH = 1.05
 
 
 def page(profiles: Sequence[Profile]) -> str:
-    body = [f"<h1>What {escape(_names(profiles))} cost{'s' if len(profiles) == 1 else ''}</h1>"]
+    body = [f"<h1>What {escape(_names(profiles))} cost{'' if ',' in _names(profiles) else 's'}</h1>"]
     if len(profiles) > 1:
         body += ["<h2>Side by side</h2>", *_comparison(profiles)]
     for profile in profiles:
@@ -56,6 +56,8 @@ def advice(profile: Profile) -> str:
         text += f", with a step of {seconds(best.decode.median)}, {ratio:.1f} times that of batch {points[0].batch}"
     if best is not points[-1]:
         text += f"; batch {points[-1].batch} gives {points[-1].tokens_per_second.median:.0f}"
+    if (share := _share(best)) is not None:
+        text += f"; ranks spend {share:.0f} % of it with one another"
     for broken in profile.breaking_points:
         what = "memory ends" if broken.limited_by == "memory" else "cluster.max_batch_sequences ends it"
         text += f". At {broken.tokens} tokens a sequence, {what} at {broken.observed} sequences"
@@ -75,8 +77,8 @@ def _section(profile: Profile) -> Iterator[str]:
     )
     yield f'<p class="advice">{escape(advice(profile))}</p>'
     yield '<div class="figures">'
-    ends = [its.observed for its in profile.breaking_points if its.limited_by == "memory" and its.observed]
-    marks = [Mark(end, f"memory ends: {end}") for end in ends]
+    ends = [its for its in profile.breaking_points if its.limited_by == "memory" and its.observed]
+    marks = [Mark(its.observed, f"memory ends: {its.observed} of {its.tokens} tokens") for its in ends]
     yield lines(
         "A decode step",
         "ms, over batch size",
@@ -88,9 +90,11 @@ def _section(profile: Profile) -> Iterator[str]:
     yield lines("Prefill of the batch", "ms, over batch size", _by_length(profile, lambda p: p.prefill.median * 1e3))
     yield from _communication(profile)
     yield from _memory(profile)
+    yield lines("Energy", "joules a token of output, over batch size", _by_length(profile, lambda p: p.joules))
     yield "</div>"
     for variant in profile.variants:
         yield from _points(variant)
+    yield from _accounts(profile)
     yield from _page_ins(profile)
     yield from _accuracy(profile)
 
@@ -130,7 +134,7 @@ def _communication(profile: Profile) -> Iterator[str]:
 
 def _share(point: Point) -> float | None:
     took = [moved.seconds for moved in point.moved.values()]
-    if point.decode is None or any(one is None for one in took):
+    if point.decode is None or not took or any(one is None for one in took):
         return None
     return 100 * sum(one or 0.0 for one in took) / point.decode.median
 
@@ -149,12 +153,14 @@ def _memory(profile: Profile) -> Iterator[str]:
 
 
 def _points(variant: Variant) -> Iterator[str]:
-    names = ("prompt", "batch", "prefill", "step", "first token", "tokens/s", "busy", "moved a step", "memory")
+    names = ["prompt", "batch", "prefill", "step", "first token", "tokens/s", "busy", "moved a step", "memory"]
+    on_gpu = any(point.joules is not None or point.gpu_busy is not None for point in variant.points)
+    names += ["GPU busy", "J/token"] if on_gpu else []
     yield f"<h3>{escape(variant.name)}</h3>"
     yield "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for point in variant.points:
         moved = sum(its.nbytes for its in point.moved.values())
-        cells = (
+        cells = [
             f"{point.prompt_tokens}",
             f"{point.batch}",
             seconds(point.prefill.median),
@@ -164,9 +170,38 @@ def _points(variant: Variant) -> Iterator[str]:
             f"{point.busy:.0%}",
             size(moved) if moved else "",
             size(point.memory.frames),
-        )
+        ]
+        if on_gpu:
+            cells.append("" if point.gpu_busy is None else f"{point.gpu_busy:.0%}")
+            cells.append("" if point.joules is None else f"{point.joules:.3g}")
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</table>"
+
+
+def _accounts(profile: Profile) -> Iterator[str]:
+    """What each of those who give memory says of it, at the largest point, and where the difference comes from."""
+    memory = max((point.memory for point in profile.points()), key=lambda its: its.frames, default=None)
+    if memory is None:
+        return
+    found = [("frames held", memory.frames, "by our accounts: weights, blocks of keys and values, and ends of pages")]
+    if memory.mapped is not None:
+        found.append(("shared memory", memory.mapped, "as the kernel counts it: the same frames"))
+    if memory.pool is not None and memory.reserved is not None:
+        found += [
+            ("frame pool", memory.pool, "all frames: they are taken once, and none is given back"),
+            ("torch", memory.reserved, f"reserved by its allocator, {size(memory.activations or 0)} of it in use"),
+        ]
+        beside = "pool and torch, and contexts, libraries, kernels and {} of recorded decodes beside them: {}"
+        for who, nbytes in (("CUDA", memory.device), ("NVML", memory.nvml)):
+            if nbytes is not None:
+                rest = size(nbytes - memory.pool - memory.reserved)
+                found.append((f"GPU, by {who}", nbytes, beside.format(size(memory.graphs or 0), rest)))
+    yield "<h3>Memory, by who counts it</h3><table>"
+    for name, nbytes, what in found:
+        yield f'<tr><td>{name}</td><td>{size(nbytes)}</td><td style="text-align: left">{what}</td></tr>'
+    yield "</table>"
+    if profile.device == "cpu":
+        yield "<p>There is no GPU: nothing is known of energy.</p>"
 
 
 def _page_ins(profile: Profile) -> Iterator[str]:

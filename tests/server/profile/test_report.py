@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from server.profile.charts import Mark, bars, lines
-from server.profile.document import Accuracy, BreakingPoint, Moved, PageIn, Profile
+from server.profile.document import Accuracy, BreakingPoint, Memory, Moved, PageIn, Profile
 from server.profile.report import advice, page
 from tests.server.profile.test_document import point, profile
 
@@ -38,6 +38,20 @@ def test_a_page_is_whole_where_nothing_was_moved_or_observed() -> None:
     html = page([full(page_ins=loads, breaking_points=broken, variants=profile(point(1, 64)).variants)])
     assert "GB/s" not in html
     assert "memory ends:" not in html
+
+
+def test_memory_of_a_gpu_is_told_as_each_counts_it_and_what_lies_between() -> None:
+    gb = 10**9
+    memory = Memory(
+        weights=90, kv=8, fragmentation=2, frames=100, activations=gb // 2, reserved=gb, graphs=gb // 4,
+        device=14 * gb, nvml=15 * gb, pool=10 * gb,
+    )  # fmt: skip
+    points = tuple(point(batch, 64).model_copy(update={"memory": memory, "joules": 1.25}) for batch in (1, 2))
+    html = page([profile(*points).model_copy(update={"device": "cuda:0"})])
+    for wanted in ("500 MB of it in use", "250 MB of recorded decodes beside them: 3 GB", ": 4 GB", "1.25", "Energy"):
+        assert wanted in html
+    assert "no GPU" not in html
+    assert "no GPU" in page([full()]), "so that nobody looks for it"
 
 
 def test_a_model_s_name_cannot_break_out_of_the_page() -> None:

@@ -10,10 +10,15 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 MOST_SPANS = 1 << 17
 """About 20 MB, and some minutes of a small model's decoding, layer by layer."""
+
+
+TorchProfiler = Literal["off", "kernels", "trace"]
+"""Whether torch's own profiler runs beside a recording, and for what: the kernels of collectives alone, or all it can
+tell, which takes much longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from engine.request import Request, Tokens
 from scheduler.core.view import DecisionKind
 from swapper.pager import SourceBytes
@@ -40,7 +40,7 @@ class GroupClient(Protocol):
     async def stop(self) -> None:
         """Stop the workers; returns when their processes are gone."""
 
-    async def record(self, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
+    async def record(self, on: bool, torch_profiler: TorchProfiler) -> Sequence[Recording | None]:
         """Begin a recording of what the workers do, or end it: then each rank's. Raises WorkerError."""
 
     @property
@@ -235,7 +235,7 @@ class Scheduler(Protocol):
 
     async def unpin(self, model: str) -> None: ...
 
-    async def record(self, group: str, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
+    async def record(self, group: str, on: bool, torch_profiler: TorchProfiler) -> Sequence[Recording | None]:
         """See GroupClient. Raises WorkerError, also for a group that is not there."""
 
     def models(self) -> Sequence[ModelStatus]: ...

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from engine.request import Request, RequestFailed, Started, Suspended, Tokens
 from scheduler.admitted import AdmittedRequests, again
 from scheduler.alarm import Alarm
@@ -206,7 +206,7 @@ class LiveScheduler:
             for name, model in self._models.items()
         ]
 
-    async def record(self, group: str, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
+    async def record(self, group: str, on: bool, torch_profiler: TorchProfiler) -> Sequence[Recording | None]:
         if group not in self._links:
             raise WorkerError(f"There is no group {group!r}; there are {', '.join(sorted(self._links))}.")
         return await self._links[group].client.record(on, torch_profiler)

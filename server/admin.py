@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from scheduler.interface import LoadRecord, ModelStatus, WorkerStatus
 from server.background import Act
 from server.errors import ApiError
@@ -87,7 +87,7 @@ async def workers(request: Request) -> dict[str, Any]:
 
 
 @router.post("/groups/{group}/recording")
-async def begin_recording(request: Request, group: str, torch_profiler: bool = False) -> dict[str, str]:
+async def begin_recording(request: Request, group: str, torch_profiler: TorchProfiler = "off") -> dict[str, str]:
     """Have the workers of a group keep what their passes take, until it is taken by DELETE."""
     await _record(request, group, True, torch_profiler)
     return {"group": group, "recording": "on"}
@@ -101,7 +101,9 @@ async def end_recording(request: Request, group: str) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _record(request: Request, group: str, on: bool, torch_profiler: bool = False) -> Sequence[Recording | None]:
+async def _record(
+    request: Request, group: str, on: bool, torch_profiler: TorchProfiler = "off"
+) -> Sequence[Recording | None]:
     try:
         return await service_of(request).scheduler.record(group, on, torch_profiler)
     except WorkerError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from worker.protocol import Batch, Command, WorkerReady, WorkerSpec
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class GswapdWorker:
         self._shard.post(commands)
 
     @_in_group("control")
-    def record(self, on: bool, torch_profiler: bool) -> Recording | None:
+    def record(self, on: bool, torch_profiler: TorchProfiler) -> Recording | None:
         return self._shard.record(on, torch_profiler)
 
     @_in_group("poll")

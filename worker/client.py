@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.exceptions import PendingCallsLimitExceeded, RayActorError, RayError, RayTaskError
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from swapper.errors import WorkerError
 from swapper.store import Store
 from worker.actor import actor_class
@@ -93,7 +93,7 @@ class WorkerClient:
         except RayError as error:
             raise WorkerError(_reason(error)) from error
 
-    async def record(self, on: bool, torch_profiler: bool) -> Recording | None:
+    async def record(self, on: bool, torch_profiler: TorchProfiler) -> Recording | None:
         """See `worker.shard.Shard.record`. Raises WorkerError when the worker does not answer."""
         try:
             async with asyncio.timeout(RECORD_TIMEOUT):

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from swapper.errors import NoPlace, WorkerError
 from worker.merge import ReportMerger
 from worker.protocol import (
@@ -63,7 +63,7 @@ class Worker(Protocol):
 
     async def poll(self, cursor: int, timeout: float) -> Batch: ...
 
-    async def record(self, on: bool, torch_profiler: bool) -> Recording | None: ...
+    async def record(self, on: bool, torch_profiler: TorchProfiler) -> Recording | None: ...
 
     async def kill(self) -> None: ...
 
@@ -148,7 +148,7 @@ class WorkerGroup:
                 if not self._fault.done():
                     self._fault.set_result(f"{self._name_of(rank)}: {error}")
 
-    async def record(self, on: bool, torch_profiler: bool) -> Sequence[Recording | None]:
+    async def record(self, on: bool, torch_profiler: TorchProfiler) -> Sequence[Recording | None]:
         """Begin a recording on every rank, or end it: then each rank's. Raises WorkerError."""
         if self._state != "up":
             raise WorkerError(f"Group {self.name} is {self._state}.")

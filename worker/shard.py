@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from engine.model import ModelRunnerProtocol
-from engine.recorder import Recording
+from engine.recorder import Recording, TorchProfiler
 from engine.request import EngineReport, KvReleased, RequestFailed, Resumed, Suspended, Tokens
 from swapper.errors import CorruptImage, GswapdError, WorkerError
 from swapper.frames import FramePool
@@ -127,15 +127,15 @@ class Shard:
         reports = self._log.read(cursor, timeout)
         return Batch(cursor, reports, self._heartbeat())
 
-    def record(self, on: bool, torch_profiler: bool = False) -> Recording | None:
-        """Begin a recording, or end it: then what it has. Torch's own profiler runs beside it if asked to."""
+    def record(self, on: bool, torch_profiler: TorchProfiler = "off") -> Recording | None:
+        """Begin a recording, or end it: then what it has. Torch's own profiler runs beside it if asked for."""
         recorder, traffic = self._engine.recorder, self._engine.traffic
         profile, self._torch_profile = self._torch_profile, None
         trace, kernels = profile.end() if profile is not None else (b"", ())
         if on:
             self._moved_before = None if traffic is None else traffic.copy()
             recorder.begin()
-            self._torch_profile = TorchProfile() if torch_profiler else None
+            self._torch_profile = TorchProfile(torch_profiler) if torch_profiler != "off" else None
             return None
         recording = recorder.end()
         recording = replace(recording, spans=(*recording.spans, *kernels), torch_trace=trace)

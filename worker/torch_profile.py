@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.recorder import Span
+from engine.recorder import Span, TorchProfiler
 
 KERNELS = {"ncclDevKernel_AllReduce": "all_reduce", "ncclDevKernel_AllGather": "all_gather"}
 """NCCL's kernels by the beginning of their names. One kernel stands for both sends and receives, so they have none."""
@@ -24,8 +24,9 @@ KERNELS = {"ncclDevKernel_AllReduce": "all_reduce", "ncclDevKernel_AllGather": "
 class TorchProfile:
     """Of all threads, from here to `end`."""
 
-    def __init__(self) -> None:
-        activities = [ProfilerActivity.CPU]
+    def __init__(self, what: TorchProfiler) -> None:
+        self._traced = what == "trace"
+        activities = [ProfilerActivity.CPU] if self._traced or not torch.cuda.is_available() else []
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -34,8 +35,10 @@ class TorchProfile:
         self._began = time.time_ns()
 
     def end(self) -> tuple[bytes, tuple[Span, ...]]:
-        """Chrome's JSON, compressed, which Perfetto opens; and a span for each collective's kernel."""
+        """Chrome's JSON, compressed, which Perfetto opens, if it was asked for; and a span for each collective."""
         self._profile.stop()
+        if not self._traced:
+            return b"", tuple(self._spans())
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(path))

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from engine.recorder import TorchProfiler
 from server.profile.document import ProfileError
 
 MOST_PROMPTS = 64
@@ -114,13 +115,13 @@ class Client:
         return scored
 
     async def run(
-        self, batch: int, prompt_tokens: int, output_tokens: int, seed: int, torch_profiler: bool = False
+        self, batch: int, prompt_tokens: int, output_tokens: int, seed: int, torch_profiler: TorchProfiler = "off"
     ) -> Batch:
         """A batch of random prompts, recorded; in as few requests as can be, so that they begin at the same moment."""
         prompts = np.random.default_rng(seed).integers(0, self._subject.vocabulary, (batch, prompt_tokens)).tolist()
         bodies = [prompts[at : at + MOST_PROMPTS] for at in range(0, batch, MOST_PROMPTS)]
         recording = f"/groups/{self._subject.group}/recording"
-        await self.admin("POST", recording + ("?torch_profiler=true" if torch_profiler else ""))
+        await self.admin("POST", f"{recording}?torch_profiler={torch_profiler}")
         began = time.perf_counter()
         tasks = [asyncio.ensure_future(self._generate(body, output_tokens, began)) for body in bodies]
         try:

@@ -182,7 +182,7 @@ async def measure_with_torch(
             sweep, _ = await _sweep(client, await _worker(client, subject.group), image, config)
             points = await sweep.collectives(points)
         last = points[-1]
-        ran = await client.run(last.batch, last.prompt_tokens, last.output_tokens, 0, torch_profiler=True)
+        ran = await client.run(last.batch, last.prompt_tokens, last.output_tokens, 0, torch_profiler="trace")
     for rank, its in enumerate(ran.ranks):
         target = path.with_name(f"rank-{rank}-{path.name}") if rank else path
         target.write_bytes(b64decode(its["torch_trace"]))

@@ -14,6 +14,9 @@ from server.profile.measure import Batch, Client
 from swapper.geometry import kv_blocks, kv_capacity_blocks
 from swapper.image import Image
 
+_SEEN = {"all_reduce", "all_gather"}
+"""What torch.profiler can tell from other kernels."""
+
 Tell = Callable[[str], None]
 
 
@@ -71,11 +74,11 @@ class Sweep:
 
     async def collectives(self, points: Sequence[Point]) -> tuple[Point, ...]:
         """The same points with the time of collectives, as torch.profiler sees it: on a GPU nobody else does."""
-        return tuple([await self._seen(point) if point.moved else point for point in points])
+        return tuple([await self._seen(point) if _SEEN & point.moved.keys() else point for point in points])
 
     async def _seen(self, point: Point) -> Point:
         size = point.batch, point.prompt_tokens, point.output_tokens
-        ran = await self._client.run(*size, self._next_seed(), torch_profiler=True)
+        ran = await self._client.run(*size, self._next_seed(), torch_profiler="kernels")
         moved = {
             kind: its.model_copy(update={"seconds": _seconds_in_steps(ran, kind, point.batch)})
             for kind, its in point.moved.items()

@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 Emit = Callable[[Sequence[EngineReport]], None]
 
+LAUNCH_SLICE = 0.003
+"""Seconds that a pass is launched for on a GPU, layer by layer, before another model's goes in between: less than a
+step of the other takes there, so that it does not run dry."""
+
 RETRY_SECONDS = 0.25
 """How long to wait for what no command announces: frames of the pool that others give back, a page-in begun again."""
 
@@ -161,6 +165,7 @@ class ModelRunner:
         self._giving_way = 0.0  # and for another model's pass that could not wait
         self._is_urgent = False  # somebody waits for a first token of it
         self._may_give_way = False
+        self._slice_began = 0.0  # when the pass under way last got the turn
         self.broken: Exception | None = None  # what ended the thread before its time
         self._changed = threading.Condition()  # guards everything below
         self._inbox: list[Command] = []
@@ -326,6 +331,7 @@ class ModelRunner:
     def _launch(self, step: Planned, tokens: torch.Tensor | None = None) -> _Launched:
         self._is_urgent = step.is_awaited
         self._may_give_way = not self._is_urgent
+        self._slice_began = time.perf_counter()
         batch = step.batch if self._led is None else self._led.begin(step.batch, tokens)
         with _blame(), self._others():
             logits = self._model.forward(batch, self._kv, self._at_layer, tokens)
@@ -386,16 +392,22 @@ class ModelRunner:
         led = self._led
         if led is not None and led.is_granted(nbytes):
             return
-        if self._may_give_way:
-            began = time.perf_counter()
-            if self._turn.give_way():
-                self._may_give_way = False
-                self._giving_way += time.perf_counter() - began
+        self._give_way()
         if led is not None:
             while not led.go_on(nbytes):
                 self._wait_for_pages(nbytes)
         elif not self._shard.is_ready(nbytes):
             self._wait_for_pages(nbytes)
+
+    def _give_way(self) -> None:
+        """Between two layers, let in who waits urgently, once; on a GPU, anybody, now and then."""
+        began = time.perf_counter()
+        if self._may_give_way and self._turn.give_way(urgent=True):
+            self._may_give_way = False
+        elif not (self.runs_ahead and began >= self._slice_began + LAUNCH_SLICE and self._turn.give_way()):
+            return
+        self._slice_began = time.perf_counter()
+        self._giving_way += self._slice_began - began
 
     def _wait_for_pages(self, nbytes: int) -> None:
         """Other models run meanwhile."""
@@ -408,7 +420,8 @@ class ModelRunner:
                 self._led.wait(nbytes, self._is_interrupted)
         finally:
             self._turn.acquire(urgent=self._is_urgent)
-            self._paging += time.perf_counter() - began
+            self._slice_began = time.perf_counter()
+            self._paging += self._slice_began - began
 
     def _is_interrupted(self) -> bool:
         return self._interrupted

@@ -6,8 +6,9 @@ out. Here the holder hands the turn to the longest waiter: of two busy models ea
 On a GPU the turn is for launching: who holds it lets the others launch behind what it has launched (`hand_on`).
 
 Who waits for a first token waits urgently. A pass that nobody waits for that much may `give_way` between two layers:
-the urgent waiter's pass runs, then the interrupted one goes on, before anybody else. A pass gives way once at most, so
-it is held up by no more passes than it would be held up by in the queue.
+the urgent waiter's pass runs, then the interrupted one goes on, before anybody else. A pass gives way to urgent ones
+once at most, so it is held up by no more passes than it would be held up by in the queue. A long one on a GPU, where
+launching takes longer than computing, also gives way to others now and then, so that their decodes go on beside it.
 """
 
 from __future__ import annotations
@@ -54,18 +55,21 @@ class Turn:
             self._waiting.append(waiter)
         waiter.turn.acquire()
 
-    def give_way(self) -> bool:
-        """Let the first urgent waiter's pass run now, and return when it has; False if nobody waits urgently."""
+    def give_way(self, *, urgent: bool = False) -> bool:
+        """Let the first waiter's pass run now, or the first urgent one's, and return when it has.
+
+        False if nobody waits like that.
+        """
         if not self._waiting:
             return False
         with self._lock:
-            urgent = next((waiter for waiter in self._waiting if waiter.urgent), None)
-            if urgent is None:
+            first = next((waiter for waiter in self._waiting if waiter.urgent or not urgent), None)
+            if first is None:
                 return False
-            self._waiting.remove(urgent)
+            self._waiting.remove(first)
             interrupted = _Waiter(urgent=False)
             self._waiting.appendleft(interrupted)
-            urgent.turn.release()
+            first.turn.release()
         interrupted.turn.acquire()
         return True
 

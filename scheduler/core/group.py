@@ -57,6 +57,11 @@ class Group:
         """Whether the link has as much to read as it may be asked for."""
         return self.outstanding >= EXTENTS_AHEAD
 
+    @property
+    def extents_wanted(self) -> int:
+        """With how many more it is."""
+        return max(0, EXTENTS_AHEAD - self.outstanding)
+
 
 class Sizes(NamedTuple):
     """What the groups of a shape can hold: frames of a rank."""

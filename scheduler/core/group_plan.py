@@ -194,7 +194,7 @@ class GroupPlan:
         group, state = self._group, self._state
         is_due = state.now >= want.due
         reserved = placement.reserved if placement is not None else 0
-        last = min(model.pages, reserved + state.config.extent_pages)
+        last = min(model.pages, reserved + group.extents_wanted * state.config.extent_pages)
         for_good = self._policy.keeps_to_it or is_due or last == model.pages or want.load <= want.run
         kv = 0
         if for_good:

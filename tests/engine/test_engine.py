@@ -215,6 +215,25 @@ def test_a_busy_model_hands_the_turn_to_one_that_waits(engine: Engine, reports: 
         assert order.count(model) == 40
 
 
+def test_a_pass_that_takes_long_to_launch_lets_others_launch_between_its_layers(
+    engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runner.LAUNCH_SLICE", 0.0)
+    latch, seen = Latch(), list[int]()
+    long = add(engine, "long", FakeShard(3), before=latch, layers=3)
+    add(engine, "other", before=lambda batch: seen.append(len(long.layers_done)))
+    engine._model("long").runs_ahead = True
+    engine.submit(request("l", [1, 2, 3], model="long", max_tokens=1))
+    latch.wait()
+    engine.submit(request("o", [1], model="other", max_tokens=1))
+    while not engine._turn._waiting:
+        assert engine.busy
+    latch.open()
+    reports.wait_for("l", "o")
+    assert seen == [0], "before the first layer, where the long pass gave way"
+    assert (reports.answer("l"), reports.answer("o")) == (continuation([1, 2, 3], 1), continuation([1], 1))
+
+
 def test_only_one_pass_computes_at_a_time(engine: Engine, reports: Reports) -> None:
     latch = Latch()
     slow = add(engine, "slow", before=latch)

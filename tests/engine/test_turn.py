@@ -58,12 +58,12 @@ def test_a_pass_gives_way_to_an_urgent_one_and_goes_on_before_anybody_else() -> 
 
     threads = []
     for name, urgent in (("patient", False), ("urgent", True), ("urgent too", True)):
-        assert not (threads == [] and turn.give_way()), "nobody waits"
+        assert not (threads == [] and turn.give_way(urgent=True)), "nobody waits"
         threads.append(threading.Thread(target=work, args=(name, urgent)))
         threads[-1].start()
         while len(turn._waiting) < len(threads):
             assert threads[-1].is_alive()
-    assert turn.give_way()
+    assert turn.give_way(urgent=True)
     order.append("interrupted")
     turn.release()
     for thread in threads:
@@ -71,13 +71,23 @@ def test_a_pass_gives_way_to_an_urgent_one_and_goes_on_before_anybody_else() -> 
     assert order == ["urgent", "interrupted", "patient", "urgent too"]
 
 
-def test_a_pass_does_not_give_way_to_a_patient_one() -> None:
+def test_a_pass_gives_way_to_a_patient_one_only_if_it_says_so() -> None:
     turn = Turn()
+    order: list[str] = []
     turn.acquire()
-    waiter = threading.Thread(target=turn.acquire)
+
+    def work() -> None:
+        with turn.taken():
+            order.append("patient")
+
+    waiter = threading.Thread(target=work)
     waiter.start()
     while not turn._waiting:
         assert waiter.is_alive()
-    assert not turn.give_way()
+    assert not turn.give_way(urgent=True)
+    assert order == []
+    assert turn.give_way()
+    order.append("interrupted")
     turn.release()
     waiter.join(TIMEOUT)
+    assert order == ["patient", "interrupted"]

@@ -289,6 +289,34 @@ def test_who_fits_nowhere_beside_the_pins_is_looked_at_again_when_a_pin_goes() -
     assert only(actions, act.Serve) == [act.Serve("a", home)]
 
 
+def test_who_does_not_fit_beside_a_pin_that_comes_waits_elsewhere() -> None:
+    desk = Desk(one=5, two=5)
+    for model, pages in (("A", (1, 2, 3, 4)), ("B", (5, 6)), ("C", (7, 8))):
+        desk.add(model, pages)
+    desk.answer(desk.arrive("b", "B"))
+    desk.answer(desk.arrive("c", "C"))
+    desk.arrive("a", "A")  # waits for either
+    groups = desk.core._state.groups
+    (here,) = [name for name, group in groups.items() if "A" in group.wanted]
+    neighbour = "B" if "B" in groups[here].placements else "C"
+    desk.answer(desk.send(ev.Pinned(0.0, "j", neighbour)))
+    assert [name for name, group in groups.items() if "A" in group.wanted] == ["two" if here == "one" else "one"]
+
+
+# ---- the link
+
+
+def test_a_page_in_that_is_decided_extent_by_extent_has_two_on_their_way() -> None:
+    """So that the link never waits for a decision."""
+    desk = Desk(replace(CONFIG, extent_pages=2), g=20)
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("A", (tuple(range(12)),), page_seconds=0.1, run_seconds=0.5)))
+    page_ins = only(desk.arrive("a", "A"), act.PageIn)
+    assert [(one.first, one.last) for one in page_ins] == [(0, 2), (2, 4)]
+    first = page_ins[0]
+    following = only(desk.send(ev.PagedIn(2.0, "g", "A", first.epoch, first.last)), act.PageIn)
+    assert [(one.first, one.last) for one in following] == [(4, 6)]
+
+
 # ---- coming and going
 
 

@@ -88,10 +88,10 @@ class Scale:
     dtype: str
     page: int
     device: str
-    spare: int  # pages of the pool beyond a model's, for keys and values
+    spare: int  # pages of the pool beyond a model's, for keys and values; a model that leaves may keep as many
 
 
-FULL = Scale(OPT_13B, "bfloat16", 64 << 20, "cuda", 16)
+FULL = Scale(OPT_13B, "bfloat16", 64 << 20, "cuda", 3)
 SMALL = Scale(
     {
         **OPT_13B,
@@ -117,6 +117,7 @@ class Outcome:
     nbytes: int  # of a model, over all ranks
     seconds: dict[str, list[float]]
     decode: list[float]  # seconds between tokens
+    moved: list[int]  # bytes of each swap-in
     sources: dict[str, int]  # bytes of the last swap-in
 
     def median(self, stage: str) -> float:
@@ -124,7 +125,8 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        return self.nbytes / self.median("swap-in")
+        """Bytes a second of a swap-in, all links together."""
+        return statistics.median(moved / took for moved, took in zip(self.moved, self.seconds["swap-in"], strict=True))
 
 
 def settings_for(gpus: int) -> list[Setting]:
@@ -172,7 +174,7 @@ class Experiment:
     async def _measure(self, daemon: DaemonProcess, shards: Sequence[Shard]) -> Outcome:
         client = StreamClient(daemon.url, PATIENCE)
         nbytes = sum(shard.nbytes for shard in shards)
-        outcome = Outcome(self._setting, nbytes, {stage: [] for stage in STAGES}, [], {})
+        outcome = Outcome(self._setting, nbytes, {stage: [] for stage in STAGES}, [], [], {})
         prompt = [self._random.randrange(3, 1000) for _ in range(PROMPT)]
         async with httpx.AsyncClient(base_url=daemon.url, timeout=PATIENCE) as admin:
             for turn, name in enumerate(MODELS):  # from storage; the host tiers fill behind it
@@ -191,6 +193,7 @@ class Experiment:
                 outcome.seconds["execute"].append(again.first_token_seconds)
                 outcome.seconds["respond"].append(answer.first_token_seconds)
                 outcome.sources = {source: part["bytes"] for source, part in load["sources"].items()}
+                outcome.moved.append(sum(outcome.sources.values()))
             for _ in range(2):
                 decoded = await client.complete(name, prompt, DECODED)
             outcome.decode = decoded.intervals()[DECODED // 4 :]
@@ -306,6 +309,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
             **{f"{stage} s": round(its.median(stage), 5) for stage in STAGES},
             "swap-in against 1×1": round(one.median("swap-in") / its.median("swap-in"), 3),
             "GB/s": round(its.rate / 1e9, 2),
+            "moved": round(statistics.median(its.moved) / its.nbytes, 4),
             "decode ms/token": round(1e3 * statistics.median(its.decode), 3),
         }
         for its in outcomes

@@ -2,10 +2,10 @@
 
     python -m bench.profile [--seconds 90]
 
-Recording: the same answers on an idle daemon, with recordings and without, by turns; and what the look at `recorder.on`
-costs a pass, in the process. Foresight: SmolLM2 and a sibling are profiled, then a daemon with memory for both gets
-random requests for them (gamma arrivals, CV 1, at about half of what it can do), and the simulator is given the same
-requests, what the profiles say of passes and page-ins, and nothing else.
+Recording: answers of an idle daemon, one with a recording and one without, by turns, pair by pair; and what the look at
+`recorder.on` costs a pass, in the process. Foresight: SmolLM2 and a sibling are profiled, then a daemon with memory for
+both gets random requests for them (gamma arrivals, CV 1, at about half of what it can do), and the simulator is given
+the same requests, what the profiles say of passes and page-ins, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -42,9 +42,8 @@ PROMPT, OUTPUT = 64, 16
 VOCABULARY = 49_152
 LOAD = 0.5
 MEMORY = "1536MiB"
-WARM_UP = 10.0  # seconds that do not count
 LAYERS = 30
-ROUNDS = 12  # with a recording, and as many without
+ROUNDS = 24  # with a recording, and as many without
 
 
 def profiled(store: Store, scratch: Path) -> list[Profile]:
@@ -86,10 +85,11 @@ async def send(url: str, workload: Workload) -> list[float]:
 def recorded_and_not(
     url: str, group: str, make_body: Callable[[int], dict[str, object]], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of an answer, by the daemon's own word of its computing: with a recording, and without."""
+    """Seconds of an answer, by the daemon's own word of its computing: with a recording, and without. Pairs follow one
+    another, so that what else the machine does slows both."""
     times: dict[bool, list[float]] = {True: [], False: []}
     with httpx.Client(base_url=url, timeout=120) as client:
-        for number in range(2 * rounds):
+        for number in range(2 * rounds + 2):
             on = bool(number % 2)
             if on:
                 client.post(f"/admin/groups/{group}/recording").raise_for_status()
@@ -99,6 +99,11 @@ def recorded_and_not(
             parts = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
             times[on].append(float(parts["compute"]) / 1e3)
     return times[True][1:], times[False][1:]
+
+
+def recording_share(recorded: Sequence[float], plain: Sequence[float]) -> float:
+    """What a recording adds, of an answer's time: the median pair."""
+    return statistics.median(on / off for on, off in zip(recorded, plain, strict=True)) - 1
 
 
 def off_seconds() -> float:
@@ -121,7 +126,7 @@ def main() -> int:
         workload = gamma(
             dict.fromkeys(MODELS, LOAD / alone / len(MODELS)),
             1.0,
-            options.seconds + WARM_UP,
+            options.seconds,
             seed=1,
             prompt=PROMPT,
             output=OUTPUT,
@@ -135,20 +140,24 @@ def main() -> int:
         groups = group_specs(config, 0, int(last.nbytes / last.seconds), 0)
         models = priced(config, stored(config), alone, 0.0, 10.0)
         foreseen = Simulator(SchedulerCore(simulated_config(config, groups, None)), groups, models).run(workload)
-    measured = latencies[workload.at >= WARM_UP]
     predicted = foreseen.latencies
-    for name, of in (("mean", np.mean), ("p99", lambda values: np.percentile(values, 99))):
-        print(f"{name}: measured {of(measured):.3f} s, foreseen {of(predicted):.3f} s")
     step = next(p.decode.median for p in profiles[0].points() if p.batch == 1 and p.decode is not None)
     bars = [
-        Bar("mean latency foreseen from profiles, off by", abs(predicted.mean() / measured.mean() - 1), 0.15, "share"),
-        Bar("recording, of a pass's time", statistics.median(recorded) / statistics.median(plain) - 1, 0.03, "share"),
+        Bar(
+            "mean latency foreseen from profiles, off by",
+            abs(float(predicted.mean() / latencies.mean()) - 1),
+            0.15,
+            "share",
+        ),
+        Bar("recording, of a pass's time", recording_share(recorded, plain), 0.03, "share"),
         Bar("a recorder that is off, of a pass's time", off_seconds() / step, 0.01, "share"),
     ]
-    samples = {"latency": measured.tolist(), "recorded": recorded, "not recorded": plain}
+    samples = {"latency": latencies.tolist(), "recorded": recorded, "not recorded": plain}
     details = {
         "rate": LOAD / alone,
         "alone, s": alone,
+        "mean, s": float(latencies.mean()),
+        "p99, s": float(np.percentile(latencies, 99)),
         "foreseen mean, s": float(predicted.mean()),
         "foreseen p99, s": float(np.percentile(predicted, 99)),
         "costs": [profile.costs() for profile in profiles],

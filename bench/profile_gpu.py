@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import csv
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ import httpx
 import numpy as np
 import torch
 
-from bench.profile import body, recorded_and_not
+from bench.profile import body, recorded_and_not, recording_share
 from bench.report import RESULTS, Bar, cpu_host, report
 from bench.synthetic import LLAMA_8B, make_mesh_image
 from server.config import Config
@@ -224,8 +223,7 @@ class Experiment:
         output = 2 * self._scale.output_tokens
         on, off = recorded_and_not(url, GROUP, lambda seed: body(MODEL, seed, tokens, output), self._scale.rounds)
         self._results.samples |= {"recorded, s": on, "not recorded, s": off}
-        share = statistics.median(on) / statistics.median(off) - 1
-        self._results.bars.append(Bar("recording, of an answer's time", share, 0.03, "share"))
+        self._results.bars.append(Bar("recording, of an answer's time", recording_share(on, off), 0.03, "share"))
 
     async def _at_the_edge(self, url: str, profile: Profile) -> None:
         """As many requests at once as 99 % of the breaking point, each in the place of one that has ended."""

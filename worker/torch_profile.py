@@ -17,7 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.recorder import Span, TorchProfiler
 
-KERNELS = {"ncclDevKernel_AllReduce": "all_reduce", "ncclDevKernel_AllGather": "all_gather"}
+KERNELS = {
+    "ncclDevKernel_AllReduce": "all_reduce",
+    "ncclDevKernel_AllGather": "all_gather",
+    "ncclDevKernel_Broadcast": "broadcast",
+}
 """NCCL's kernels by the beginning of their names. One kernel stands for both sends and receives, so they have none."""
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-THREADS = ("pass", "layer", "all_reduce", "all_gather", "send", "receive")
+THREADS = ("pass", "layer", "all_reduce", "all_gather", "broadcast", "send", "receive")
 DETAILS = ("prefilled", "decoded", "context", "paging", "nbytes")
 
 

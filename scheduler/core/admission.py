@@ -18,6 +18,7 @@ from scheduler.core.events import (
 )
 from scheduler.core.fitting import MINIMAL_KV, can_hold, choose_home, never_fits, set_home, why_not
 from scheduler.core.model import Model
+from scheduler.core.placement import Placement
 from scheduler.core.requests import Job, JobKind, Request
 from scheduler.core.state import State
 
@@ -114,7 +115,8 @@ def unpinned(state: State, event: Unpinned) -> None:
 
 
 def model_added(state: State, event: ModelAdded) -> None:
-    state.models[event.model.name] = Model(event.model)
+    model = state.models[event.model.name] = Model(event.model)
+    state.sharing.add(model)
     state.touched_models[event.model.name] = None
 
 
@@ -149,9 +151,14 @@ def refuse_hopeless(state: State) -> None:
             if never_fits(state, model, 0):
                 state.fail_job(job, "no_memory", why_not(state, model, 0))
         for placement in list(model.placements.values()):
-            if placement.is_suspended and not can_hold(state.groups[placement.group], model, placement.kv_suspended):
-                for request in [state.requests[running] for running in placement.running]:
-                    state.fail(request, "no_memory", why_not(state, model, placement.kv_suspended))
+            refuse_suspended(state, model, placement)
+
+
+def refuse_suspended(state: State, model: Model, placement: Placement) -> None:
+    """What is suspended goes on where it was; a pin may leave too little for it there."""
+    if placement.is_suspended and not can_hold(state.groups[placement.group], model, placement.kv_suspended):
+        for request in [state.requests[running] for running in placement.running]:
+            state.fail(request, "no_memory", why_not(state, model, placement.kv_suspended))
 
 
 def _is_open(state: State, ident: str, name: str) -> bool:

@@ -7,7 +7,7 @@ one: after a group was lost or a model failed, a report may still be on its way 
 from __future__ import annotations
 
 from scheduler.core.actions import Fail, Reason
-from scheduler.core.admission import refuse_hopeless
+from scheduler.core.admission import refuse_hopeless, refuse_suspended
 from scheduler.core.events import (
     Finished,
     KvReleased,
@@ -30,6 +30,7 @@ from scheduler.core.placement import Activity, Placement
 from scheduler.core.requests import Request
 from scheduler.core.state import State
 from scheduler.core.transitions import Signal
+from scheduler.core.wanted import Wanted
 
 MOST_LOSSES = 3
 """A request that ran on so many groups when they were lost is not run again: it may be what they die of."""
@@ -110,6 +111,7 @@ def page_out_failed(state: State, event: PageOutFailed) -> None:
     placement.out_failures += 1
     placement.out_message = event.message
     state.groups[event.group].version += 1
+    state.groups[event.group].wanted.touch(event.model)
     placement.out_retry_at = state.now + state.config.backoff(placement.out_failures)
     state.wake_group(state.groups[event.group], placement.out_retry_at)
     state.wake_model(state.models[event.model], placement.out_retry_at)
@@ -162,14 +164,18 @@ def finished(state: State, event: Finished) -> None:
 
 
 def suspended(state: State, event: Suspended) -> None:
-    """The race: the group was lost, or all that ran has ended, after it was asked to suspend."""
+    """The race: the group was lost, or all that ran has ended, after it was asked to suspend. Or something was pinned,
+    and what is suspended cannot go on beside it.
+    """
     placement = _acted(state, event.group, event.model, event.epoch)
     if placement is not None and placement.activity is Activity.SUSPENDING:
         placement.activity = Activity.SUSPENDED
         state.groups[event.group].version += 1
+        state.groups[event.group].wanted.touch(event.model)
         state.touch(placement)
         placement.kv_suspended = max(event.kv_frames, placement.least_kv)
         placement.suspended_at, placement.number_suspended = state.now, state.next_number()
+        refuse_suspended(state, state.models[event.model], placement)
 
 
 def resumed(state: State, event: Resumed) -> None:
@@ -177,6 +183,7 @@ def resumed(state: State, event: Resumed) -> None:
     placement = _acted(state, event.group, event.model, event.epoch)
     if placement is not None and placement.activity is Activity.RESUMING:
         state.touch(placement)
+        state.groups[event.group].wanted.touch(event.model)
         placement.activity = Activity.RUNNING
 
 
@@ -239,7 +246,7 @@ def _lose(state: State, group: Group, message: str) -> None:
         model.placements.pop(group.name, None)
         model.targets.pop(group.name, None)
         state.touched_models[name] = None
-    group.placements, group.wanted, group.busy = {}, {}, {}
+    group.placements, group.wanted, group.busy = {}, Wanted(), {}
     group.loading, group.wake_at, group.listed = {}, None, None
     group.outstanding = 0
     group.ledger = Ledger(group.ranks, group.ledger.capacity)

@@ -77,8 +77,8 @@ class SchedulerCore:
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
-        self._state = State(config)
-        self._planner = Planner(self._state, POLICIES[config.policy]())
+        self._state = State(config, POLICIES[config.policy]())
+        self._planner = Planner(self._state)
         self._history: deque[events.Event] = deque(maxlen=HISTORY)
 
     def step(self, event: events.Event) -> list[Action]:

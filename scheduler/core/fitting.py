@@ -44,7 +44,7 @@ def set_home(state: State, model: Model, group: Group | None) -> None:
     model.home = group.name if group is not None else None
     if group is not None:
         group.pinned[model.spec.name] = model
-        state.touched_models |= group.wanted  # what waits there may not fit beside it
+        state.touched_models |= dict.fromkeys(group.wanted)  # what waits there may not fit beside it
     shape = state.shape(model)
     shape.changed()
     state.touched_models |= shape.homeless

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from scheduler.core.events import Mesh
 from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Placement
+from scheduler.core.wanted import Wanted
 
 if TYPE_CHECKING:
     from scheduler.core.model import Model
@@ -32,7 +33,7 @@ class Group:
     pp: int = 1
     up: bool = True
     placements: dict[str, Placement] = field(default_factory=dict)
-    wanted: dict[str, None] = field(default_factory=dict)  # models that wait for its memory or its batch
+    wanted: Wanted = field(default_factory=Wanted)  # models that wait for its memory or its batch
     busy: dict[str, Placement] = field(default_factory=dict)  # what has requests here, suspended ones among them
     pinned: dict[str, Model] = field(default_factory=dict)  # in the order in which they were pinned
     loading: dict[str, Placement] = field(default_factory=dict)  # what has reserved pages that were not asked for yet
@@ -51,6 +52,13 @@ class Group:
     @property
     def mesh(self) -> Mesh:
         return self.ranks, self.pp
+
+    def turn_to(self, model: str) -> None:
+        """Its link is for this model now."""
+        if self.next_in != model:
+            self.wanted.touch(self.next_in)
+            self.wanted.touch(model)
+            self.next_in = model
 
     @property
     def is_reading(self) -> bool:

@@ -9,6 +9,7 @@ from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Placement
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
+from scheduler.core.wants import want_of
 
 
 def check(core: SchedulerCore) -> None:
@@ -20,6 +21,7 @@ def check(core: SchedulerCore) -> None:
             _check_pages(placement)
             _check_work(state, placement)
     _check_requests(state)
+    _check_wants(state)
     _check_pins(state)
     _check_places(state)
 
@@ -83,6 +85,24 @@ def _check_requests(state: State) -> None:
         assert all(request.group is None for request in model.waiting)
     limit = state.config.max_queue_total
     assert sum(len(model.jobs) for model in state.models.values()) <= limit, "there are too many jobs"
+
+
+def _check_wants(state: State) -> None:
+    """What is remembered of a demand is what looking anew would find, unless it is known to be out of date."""
+    for group in state.groups.values():
+        wanted = group.wanted
+        for name, demand in wanted.settled():
+            seen, model = want_of(state, group, name), state.models[name]
+            if model.page_seconds is None or model.run_seconds is None:
+                continue  # what others take is its first guess, and it keeps to that
+            assert seen == demand.want, f"{name} on {group.name} has changed unnoticed: {demand.want}, {seen}"
+        known = [demand for _, demand in wanted.settled() if not demand.want.is_in]
+        if len(known) == len(wanted) - len(wanted.inside):
+            keys = [demand.key(state.now) for demand in wanted.coming.ordered(state.now)]
+            order = [(tier, round(value, 6)) for tier, value, _ in keys]
+            assert len(order) == len(known), f"{group.name} has lost a demand"
+            assert order == sorted(order), f"what is wanted on {group.name} is out of order"
+            assert wanted.ahead == sum(demand.load for demand in known)
 
 
 def _check_pins(state: State) -> None:

@@ -29,12 +29,14 @@ def measure_extent(state: State, group: Group, model: Model, placement: Placemen
     group.extent_in_at = state.now
     group.page_seconds = _mix(group.page_seconds, seconds)
     model.page_seconds = _mix(model.page_seconds, seconds)
+    state.touch_wants(model)
 
 
 def measure_run(state: State, model: Model, placement: Placement, request: Request) -> None:
     """From when a request could run to its end."""
     seconds = state.now - max(request.served, placement.whole_at, placement.turn_began)
     model.run_seconds = _mix(model.run_seconds, seconds)
+    state.touch_wants(model)
     state.run_seconds = _mix(state.run_seconds, seconds)
 
 
@@ -51,6 +53,9 @@ def load_seconds(state: State, group: Group, model: Model) -> float:
 def remaining_seconds(state: State, group: Group, model: Model) -> float:
     """Until all of it is in, if the link were its own from now on."""
     placement = group.placements.get(model.spec.name)
+    if not state.sharing.of(model):
+        missing = model.pages - (placement.resident if placement is not None else 0)
+        return missing * page_seconds(state, group, model)
     coming = placement.reserved - placement.resident if placement is not None else 0
     missing = coming + len(model.identities[0].difference(group.ledger.holders[0]))
     return missing * page_seconds(state, group, model)

@@ -14,13 +14,11 @@ from scheduler.core.sites import aim
 from scheduler.core.state import State
 from scheduler.core.timers import Timer
 from scheduler.core.transitions import Phase
-from scheduler.policy.base import Policy
 
 
 class Planner:
-    def __init__(self, state: State, policy: Policy) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._policy = policy
 
     def plan(self) -> None:
         state = self._state
@@ -39,7 +37,7 @@ class Planner:
                 group = state.groups[next(iter(groups))]
                 del groups[group.name]
                 if group.up:
-                    GroupPlan(state, self._policy, group).run()
+                    GroupPlan(state, group).run()
         self._ask_to_wake()
 
     def _wake(self, timer: Timer) -> None:
@@ -117,11 +115,11 @@ class Planner:
         state, name = self._state, model.spec.name
         for group in model.targets:
             if group not in targets:
-                state.groups[group].wanted.pop(name, None)
+                state.groups[group].wanted.pop(name, state.now)
                 state.groups[group].version += 1
                 state.touched_groups[group] = None
         for group in targets:
-            state.groups[group].wanted[name] = None
+            state.groups[group].wanted.add(name)
             state.touched_groups[group] = None
         model.targets = targets
         state.shape(model).stalled.pop(name, None)
@@ -162,7 +160,8 @@ class Planner:
                 self._page_out(placement)
 
     def _want_back(self, model: Model, group: Group) -> None:
-        group.wanted[model.spec.name] = model.targets[group.name] = None
+        group.wanted.add(model.spec.name)
+        model.targets[group.name] = None
         self._state.touched_groups[group.name] = None
 
     def _page_out(self, placement: Placement) -> None:
@@ -196,4 +195,5 @@ class Planner:
             other.in_vain.pop(name, None)
         for group in model.placements:
             del self._state.groups[group].placements[name]
+        self._state.sharing.remove(model)
         del self._state.models[name]

@@ -12,6 +12,7 @@ from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
 from scheduler.core.model import Model
 from scheduler.core.placement import Placement
 from scheduler.core.state import State
+from scheduler.core.wants import refresh
 
 CANDIDATES = 3
 """Groups that are looked at closely for a model, beside those that hold some of it."""
@@ -90,12 +91,8 @@ def _preference(state: State, model: Model, group: Group, kv: int) -> tuple[floa
 
 def completion(state: State, model: Model, group: Group, kv: int) -> float:
     """Seconds until a request that comes now may be complete there: what is ahead of it, its load, and its run."""
-    ahead = 0.0
-    for name in group.wanted:
-        other = state.models[name]
-        placement = group.placements.get(name)
-        if other is not model and (placement is None or not placement.is_committed):
-            ahead += remaining_seconds(state, group, other)
+    refresh(state, group)
+    ahead = (group.wanted.ahead - group.wanted.load(model.spec.name)) / 1e9
     missing = max(group.ledger.missing(model.spec.shards)) + kv
     short = missing - group.ledger.least_free
     if short > 0:

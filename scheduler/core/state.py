@@ -14,20 +14,24 @@ from scheduler.core.group import Group, Shape
 from scheduler.core.model import Model
 from scheduler.core.placement import EXTENTS_AHEAD, Activity, Extent, Leaving, Placement
 from scheduler.core.requests import Job, Request
+from scheduler.core.sharing import Sharing
 from scheduler.core.timers import Timer, Timers
 from scheduler.core.transitions import Phase, Signal
 from scheduler.core.view import DecisionKind
+from scheduler.policy.base import Policy
 
 
 class State:
     """Groups, models, requests, the clock of the events, and the actions of the present step."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, policy: Policy) -> None:
         self.config = config
+        self.policy = policy
         self.now = 0.0
         self.groups: dict[str, Group] = {}
         self.shapes: dict[tuple[int, int], Shape] = {}  # mesh → its groups
         self.models: dict[str, Model] = {}
+        self.sharing = Sharing()
         self.requests: dict[str, Request] = {}
         self.jobs: dict[str, Job] = {}
         self.waiting = 0  # requests that wait, in all
@@ -58,6 +62,17 @@ class State:
     def touch(self, placement: Placement) -> None:
         self.touched_groups[placement.group] = None
         self.touched_models[placement.model] = None
+
+    def touch_wants(self, model: Model) -> None:
+        """What it wants, wherever it waits, is made of something that has changed."""
+        for group in model.targets:
+            self.groups[group].wanted.touch(model.spec.name)
+
+    def _pages_changed(self, group: Group, model: Model) -> None:
+        """Which pages of a model a group holds has changed."""
+        group.wanted.touch(model.spec.name)
+        if group.wanted.sharing and self.sharing.of(model):
+            group.wanted.touch_sharing()
 
     def explain(self, model: Model, kind: DecisionKind, message: str, *values: object) -> None:
         """The message becomes a sentence, with these values, only when somebody looks: few of them are seen."""
@@ -112,6 +127,7 @@ class State:
         else:
             model.waiting.append(request)
         self.watch(request)
+        self.touch_wants(model)
         self.touched_models[request.model] = None
 
     def _dequeue(self, request: Request) -> None:
@@ -119,6 +135,7 @@ class State:
         model.waiting.remove(request)
         model.arrived_sum = model.arrived_sum - request.arrived if model.waiting else 0.0
         self.waiting -= 1
+        self.touch_wants(model)
 
     def forget(self, request: Request) -> None:
         """The request has had its last word."""
@@ -129,6 +146,7 @@ class State:
         else:
             placement = self.groups[request.group].placements[request.model]
             del placement.running[request.id]
+            self.groups[request.group].wanted.touch(request.model)
             self._one_less(placement)
 
     def fail(self, request: Request, reason: Reason, message: str, retry_after: float | None = None) -> None:
@@ -167,29 +185,38 @@ class State:
         """Reserve pages up to `pages`."""
         if not placement.reserved:
             placement.number = self.next_number()
-        shards = self.models[placement.model].spec.shards
-        group.ledger.hold(shards, placement.reserved, pages)
+        model = self.models[placement.model]
+        group.ledger.hold(model.spec.shards, placement.reserved, pages)
         placement.reserved = pages
+        self._pages_changed(group, model)
+
+    def lacking(self, group: Group, model: Model, placement: Placement | None, last: int) -> list[int]:
+        """For each rank, how many frames it takes to hold pages up to `last`."""
+        reserved = placement.reserved if placement is not None else 0
+        if not self.sharing.of(model):
+            return [last - reserved] * group.ranks
+        return group.ledger.missing(model.spec.shards, reserved, last)
 
     def revoke(self, group: Group, placement: Placement) -> None:
         """Give up what was reserved and not asked for yet: the page-in ends with what is being read."""
-        shards = self.models[placement.model].spec.shards
-        group.ledger.drop(shards, placement.issued, placement.reserved)
+        model = self.models[placement.model]
+        group.ledger.drop(model.spec.shards, placement.issued, placement.reserved)
         placement.reserved = placement.issued
+        self._pages_changed(group, model)
         group.version += 1
         group.loading.pop(placement.model, None)
         self.touch(placement)
 
     def release(self, group: Group, placement: Placement, keep: int) -> None:
         """The worker holds pages `[0, keep)` at most: the frames behind are free."""
-        shards = self.models[placement.model].spec.shards
-        group.ledger.drop(shards, keep, placement.reserved)
+        model = self.models[placement.model]
+        group.ledger.drop(model.spec.shards, keep, placement.reserved)
         placement.resident = placement.issued = placement.reserved = keep
+        self._pages_changed(group, model)
         group.loading.pop(placement.model, None)
         group.prefetch_at = 0.0
         group.version += 1
         self.touched_groups[group.name] = None
-        model = self.models[placement.model]
         if not keep or model.jobs or model.removed:
             self.touched_models[placement.model] = None
 
@@ -212,6 +239,7 @@ class State:
     def page_out(self, placement: Placement, keep: int) -> None:
         placement.follow(Signal.PAGE_OUT)
         placement.leaving = Leaving(keep, self.next_epoch())
+        self.groups[placement.group].wanted.touch(placement.model)
         self.actions.append(PageOut(placement.group, placement.model, keep, placement.leaving.epoch))
 
     def settle(self, placement: Placement) -> None:
@@ -220,7 +248,9 @@ class State:
             placement.follow(Signal.EXTENT_IN)
         else:
             placement.follow(Signal.ALL_IN if placement.resident == placement.pages else Signal.STOPPED)
-        self.groups[placement.group].version += 1
+        group = self.groups[placement.group]
+        group.version += 1
+        group.wanted.touch(placement.model)
         self.touched_groups[placement.group] = None
         model = self.models[placement.model]
         unfinished = placement.reserved > placement.issued and not placement.running
@@ -272,6 +302,7 @@ class State:
 
     def resume(self, placement: Placement) -> None:
         placement.activity = Activity.RESUMING
+        self.groups[placement.group].wanted.touch(placement.model)
         placement.activity_epoch = epoch = self.next_epoch()
         placement.turn_began = self.now
         self._account_grant(placement, placement.kv_suspended, epoch)

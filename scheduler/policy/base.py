@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from scheduler.policy.view import Holder, Prefetch, Want
+from scheduler.policy.view import Holder, Prefetch, Rank, Want
 
 
 class Policy(ABC):
@@ -21,9 +21,12 @@ class Policy(ABC):
     tick: ClassVar[float] = 0.0
     """If the first cannot go, nothing goes for so long."""
 
+    due_first: ClassVar[bool] = False
+    """Who is due comes before all who are not."""
+
     @abstractmethod
-    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
-        """Who is considered first."""
+    def rank(self, want: Want, now: float) -> Rank:
+        """Its place among others: who is considered first."""
 
     @abstractmethod
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.policy.base import Policy
-from scheduler.policy.view import Holder, Want
+from scheduler.policy.view import Holder, Rank, Want
 
 
 class Computron(Policy):
     whole = True
     tick = 0.01
 
-    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
-        return sorted(wants, key=lambda want: want.number)
+    def rank(self, want: Want, now: float) -> Rank:
+        return Rank((0,), want.number)
 
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
         return sorted(holders, key=lambda holder: (holder.used, holder.number))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.policy.base import Policy
-from scheduler.policy.view import Holder, Prefetch, Want
+from scheduler.policy.view import Holder, Prefetch, Rank, Want
 
 PATIENCE = 2.4
 """Loads. A next use that is so far away counts for 1/e of one that is now."""
@@ -45,11 +45,20 @@ PREFETCH_MARGIN = 0.2
 
 class Gswapd(Policy):
     keeps_to_it = False
+    due_first = True
 
-    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
-        if len(wants) == 1:
-            return list(wants)
-        return sorted(wants, key=lambda want: self._rank(want, now))
+    def rank(self, want: Want, now: float) -> Rank:
+        if now >= want.due:
+            return Rank((0,), want.due)
+        until, cost = want.due, want.load + want.run
+        if want.best_by is not None and now < want.best_by:
+            if now >= want.best_by - cost:
+                return Rank((1, -want.priority), want.best_by, until=min(until, want.best_by))
+            until = min(until, want.best_by - cost)
+        # Urgency is how many wait, and how long, a second of what it takes; it grows as they wait.
+        share = (STAY if want.is_next else 1.0) / (cost + INSTANT)
+        base = share * (want.arrived / AGEING - want.queue)
+        return Rank((2, -want.priority), base, -share * want.waiting / AGEING, until)
 
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
         if now < want.due:
@@ -60,8 +69,9 @@ class Gswapd(Policy):
 
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
         costs = [self._return_cost(holder, now) for holder in holders if not holder.is_wanted]
-        later = [cost for cost in costs if cost > want.waited]
-        return now + max(INSTANT, (min(later) - want.waited) / want.queue) if later else None
+        waited = want.waited(now)
+        later = [cost for cost in costs if cost > waited]
+        return now + max(INSTANT, (min(later) - waited) / want.queue) if later else None
 
     def prefetch(self, candidates: Sequence[Holder], holders: Sequence[Holder], now: float) -> Prefetch | None:
         soon, ask_at = [], []
@@ -80,19 +90,10 @@ class Gswapd(Policy):
         victims = [h for h in holders if h.model != best.model and not h.is_wanted and self._worth(h, now) < enough]
         return Prefetch(best.model, sorted(victims, key=lambda h: self._order_to_go(h, now)), min(ask_at))
 
-    def _rank(self, want: Want, now: float) -> tuple[float, ...]:
-        if now >= want.due:
-            return 0, want.due, want.number
-        if want.slack is not None and 0 <= want.slack <= want.load + want.run:
-            return 1, -want.priority, want.slack, want.number
-        stay = STAY if want.is_next else 1.0
-        urgency = stay * (want.queue + want.waited / AGEING) / (want.load + want.run + INSTANT)
-        return 2, -want.priority, -urgency, want.number
-
     def _may_go(self, holder: Holder, want: Want, now: float) -> bool:
         if holder.is_wanted:
             return holder.missing > 0.0
-        return want.waited >= self._return_cost(holder, now)
+        return want.waited(now) >= self._return_cost(holder, now)
 
     def _order_to_go(self, holder: Holder, now: float) -> tuple[float, float, int]:
         return self._worth(holder, now), holder.used, holder.number

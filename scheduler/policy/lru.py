@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.policy.base import Policy
-from scheduler.policy.view import Holder, Want
+from scheduler.policy.view import Holder, Rank, Want
 
 
 class Lru(Policy):
     """Tails, streaming start and free page-outs as everywhere; a page-in that began is seen through."""
 
-    def order(self, wants: Sequence[Want], now: float) -> list[Want]:
-        return sorted(wants, key=lambda want: want.number)
+    def rank(self, want: Want, now: float) -> Rank:
+        return Rank((0,), want.number)
 
     def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
         idle = [holder for holder in holders if not holder.is_wanted or now >= want.due]

@@ -13,6 +13,8 @@ from scheduler.policy.view import Holder, Memory, Room, Tail
 
 def make_room(memory: Memory, victims: Sequence[Holder], whole: bool = False) -> Room:
     """The tails of `victims` to page out, the first victim's first. `whole`: models go whole or not at all."""
+    if all(victim.is_alone for victim in victims) and all(holder.is_alone for holder, _ in memory.leaving):
+        return _count_room(memory, victims, whole)
     frames = _Frames(memory)
     keeps: list[tuple[Holder, int]] = []
     for victim in victims:
@@ -27,6 +29,20 @@ def make_room(memory: Memory, victims: Sequence[Holder], whole: bool = False) ->
         keeps = [(victim, frames.spare(victim, keep)) for victim, keep in reversed(keeps)][::-1]
     tails = tuple(Tail(victim.model, keep) for victim, keep in keeps if keep < victim.pages)
     return Room(tails, max(0, frames.short))
+
+
+def _count_room(memory: Memory, victims: Sequence[Holder], whole: bool) -> Room:
+    """The same, where each page that goes is a frame on every rank."""
+    short = max(memory.short) - sum(holder.pages - keep for holder, keep in memory.leaving)
+    tails = []
+    for victim in victims:
+        if short <= 0:
+            break
+        taken = victim.pages if whole else min(short, victim.pages)
+        short -= taken
+        if taken:
+            tails.append(Tail(victim.model, victim.pages - taken))
+    return Room(tuple(tails), max(0, short))
 
 
 def who_must_drain(memory: Memory, idle: Iterable[Holder], busy: Iterable[Holder]) -> list[str]:

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 from scheduler.policy.history import History
 
 
 class Want(NamedTuple):
-    """A model that is wanted on a group: for waiting requests, a load, a pin, or to go on where it was suspended."""
+    """A model that is wanted on a group: for waiting requests, a load, a pin, or to go on where it was suspended.
+
+    Nothing in it changes with time alone.
+    """
 
     model: str
     number: int  # the order of arrival of the oldest that waits
     since: float  # when that came
     due: float  # from then on it goes before everything that is not overdue
-    queue: int  # how many wait, at least 1
-    waited: float  # seconds that they have waited, all together
+    queue: int  # how many wait, at least 1 and at most a batch
+    waiting: int  # how many wait
+    arrived: float  # the times at which those came, added up
     load: float  # seconds of the link until all its pages are in
     run: float  # seconds that a batch of it takes
     priority: int = 0
-    slack: float | None = None  # seconds left until its objective cannot be met any more; None: it has none
+    best_by: float | None = None  # brought in later, its objective cannot be met any more; None: it has none
     is_next: bool = False  # the link's last extent or page-out was for it
     is_in: bool = False  # all its pages are in or on their way for good: only KV may lack
+
+    def waited(self, now: float) -> float:
+        """Seconds that they have waited, all together."""
+        return self.waiting * now - self.arrived
+
+
+class Rank(NamedTuple):
+    """A want's place among others: the lower tier first; in a tier, the lower `base + slope · now`; then the older."""
+
+    tier: tuple[int, ...]
+    base: float
+    slope: float = 0.0
+    until: float = inf  # its tier or line is another from then on
 
 
 class Holder(NamedTuple):
@@ -41,6 +59,7 @@ class Holder(NamedTuple):
     is_wanted: bool = False  # something waits for it
     missing: float = 0.0  # the part of it that is not in
     is_copy: bool = False  # it is whole on another group too
+    is_alone: bool = False  # it has no page in common with another model, nor one twice
 
 
 class Tail(NamedTuple):

@@ -7,6 +7,7 @@ the real one, so that nothing else sees it.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,15 +61,15 @@ MUTANTS = [
     ),
     Mutant(
         "pinned models are victims",
-        "scheduler.core.group_plan",
+        "scheduler.core.frames",
         "placement.can_page_out(now) and name not in pinned",
         "placement.can_page_out(now)",
     ),
     Mutant(
         "a model is paged out under running requests",
         "scheduler.core.placement",
-        "return settled and idle and not",
-        "return settled and not",
+        " or (self.running and not self.is_suspended):",
+        ":",
     ),
     Mutant(
         "a model is paged out during its page-in",
@@ -85,8 +86,8 @@ MUTANTS = [
     Mutant(
         "shared pages are counted once a model",
         "scheduler.core.ledger",
-        "for page in shard if page not in held",
-        "for page in shard",
+        "len(set(shard[first:last]).difference(held))",
+        "len(set(shard[first:last]))",
     ),
     Mutant(
         "no frames are reserved for KV",
@@ -163,19 +164,19 @@ MUTANTS = [
     ),
     Mutant(
         "what an older demand waits for is given away",
-        "scheduler.core.group_plan",
+        "scheduler.core.frames",
         "[claimed + need for claimed, need in zip(before, lacking, strict=True)]",
         "before",
     ),
     Mutant(
         "the wait bound is forgotten",
-        "scheduler.core.group_plan",
-        "since + max(0.0, bound - load),",
+        "scheduler.core.wants",
+        "since + (bound - load) if bound > load else since,",
         "float('inf'),",
     ),
     Mutant(
         "KV granted beyond need is never taken back",
-        "scheduler.core.group_plan",
+        "scheduler.core.frames",
         "            self._take_back(surplus, room.short)\n",
         "",
     ),
@@ -211,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is suspended is suspended again",
-        "scheduler.core.group_plan",
+        "scheduler.core.frames",
         "if placement.activity is not Activity.RUNNING or placement.phase",
         "if placement.phase",
     ),
@@ -259,6 +260,12 @@ class _Finder(PathFinder):
 
 def _is_core(name: str) -> bool:
     return name.startswith(("scheduler.core", "scheduler.policy")) and name not in _SHARED
+
+
+def loads(mutant: Mutant) -> bool:
+    """Whether what is to be changed is there, once."""
+    source = inspect.getsource(importlib.import_module(mutant.module))
+    return source.count(mutant.old) == 1
 
 
 @contextmanager

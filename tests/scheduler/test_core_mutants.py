@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.scheduler.machine import SchedulerMachine
-from tests.scheduler.mutants import MUTANTS, NO_CHANGE, Mutant, core_with
+from tests.scheduler.mutants import MUTANTS, NO_CHANGE, Mutant, core_with, loads
 
 ONE_FAILURE_IS_ENOUGH = settings(
     max_examples=200,
@@ -34,5 +34,6 @@ def test_the_machine_passes_what_was_loaded_in_the_same_way_and_not_changed() ->
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_machine_notices(mutant: Mutant) -> None:
+    assert loads(mutant), f"what {mutant.name!r} changes is not in {mutant.module}, or not once"
     with pytest.raises(Exception):  # noqa: B017, PT011  whatever it breaks: a check, a table, a lookup
         run(mutant)

@@ -1,0 +1,50 @@
+"""The ranking of what is wanted: the order of sorting, at every moment, whoever came, went or changed before."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.core.ranking import Demand, Ranking
+from scheduler.policy.view import Rank, Want
+
+Step = tuple[int, int, int, int, float]
+
+
+def demand(number: int, rank: Rank) -> Demand:
+    return Demand(Want(f"m{number}", number, 0.0, 0.0, 1, 1, 0.0, 1.0, 1.0), rank)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 12),
+            st.integers(0, 2),
+            st.integers(-50, 50),
+            st.integers(-5, 0),
+            st.sampled_from([0.0, 0.125, 3.0]),
+        ),
+        max_size=60,
+    )
+)
+def test_the_order_is_that_of_sorting(steps: list[Step]) -> None:
+    ranking, there, now = Ranking(), dict[int, Demand](), 0.0
+    for number, tier, base, slope, passed in steps:
+        now += passed
+        if number in there and tier == 2:
+            ranking.remove(there.pop(number), now)
+        else:
+            entered = there.setdefault(number, demand(number, Rank((tier,), base, slope)))
+            entered.rank = Rank((tier,), base, slope)
+            ranking.put(entered, now)
+        assert list(ranking.ordered(now)) == sorted(there.values(), key=lambda one: one.key(now))
+
+
+def test_who_waits_with_more_overtakes_though_nothing_else_happens() -> None:
+    ranking = Ranking()
+    one, many = demand(1, Rank((0,), -3.0, -1.0)), demand(2, Rank((0,), 0.0, -4.0))
+    ranking.put(one, 0.0)
+    ranking.put(many, 0.0)
+    assert next(ranking.ordered(0.5)) is one
+    assert next(ranking.ordered(1.5)) is many

@@ -39,8 +39,11 @@ def _drain_began(state: State, event: events.DrainBegan) -> None:
     state.draining = True
 
 
-def _nothing(state: State, event: events.Event) -> None:
-    """Tick: the planner, which runs after every event, does what there is to do."""
+def _woken(state: State, event: events.Tick) -> None:
+    """The planner, which runs after every event, does what there is to do, and asks for the next Tick. Not before this
+    one has come: until then, its driver takes no wish for a later one."""
+    if state.wake_at is not None and state.wake_at <= state.now:
+        state.wake_at = None
 
 
 _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
@@ -67,7 +70,7 @@ _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingPr
         events.Started: completions.started,
         events.Suspended: completions.suspended,
         events.Resumed: completions.resumed,
-        events.Tick: _nothing,
+        events.Tick: _woken,
     }
 )
 

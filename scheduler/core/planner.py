@@ -57,8 +57,6 @@ class Planner:
 
     def _ask_to_wake(self) -> None:
         state = self._state
-        if state.wake_at is not None and state.wake_at <= state.now:
-            state.wake_at = None
         if state.wake_at is not None and state.wake_at <= state.timers.earliest:
             return
         wake = state.timers.next()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
+import pytest
+
 from scheduler.core import actions as act
 from scheduler.core import events as ev
 from scheduler.core import invariants
@@ -142,6 +144,27 @@ def test_queued_work_moves_to_another_group_and_a_load_goes_on_there() -> None:
     assert act.Done("j") in desk.answer(moved)
 
 
+@pytest.mark.parametrize(("first", "group"), [("a", "g"), ("b", "h")])
+def test_who_waits_for_memory_goes_to_the_group_that_has_it_first(first: str, group: str) -> None:
+    desk = Desk(g=4, h=4)
+    for number, model in enumerate("ABC"):
+        desk.add(model, (3 * number, 3 * number + 1, 3 * number + 2))
+    served = [only(desk.answer(desk.arrive(model.lower(), model)), act.Serve) for model in "ABC"]
+    assert served == [[act.Serve("a", "g")], [act.Serve("b", "h")], []]
+    desk.now = 0.5
+    assert act.Serve("c", group) in desk.finish(first)
+
+
+def test_who_waits_on_a_group_leaves_it_when_a_pin_makes_it_too_small() -> None:
+    desk = Desk(g=4, h=4)
+    for number, model in enumerate("ABC"):
+        desk.add(model, (3 * number, 3 * number + 1, 3 * number + 2))
+        desk.answer(desk.arrive(model.lower(), model))
+    assert not only(desk.finish("b"), act.Serve), "runs take no time here, so c waits for a's end"
+    pinned = desk.answer(desk.send(ev.Pinned(0.0, "j", "A")))
+    assert only(pinned, act.Serve) == [act.Serve("c", "h")]
+
+
 def test_a_restart_that_was_not_announced_is_a_loss() -> None:
     desk = Desk(g=4)
     desk.add("A", (1, 2))
@@ -172,6 +195,18 @@ def test_a_request_that_waits_too_long_fails_and_somebody_is_woken_for_it() -> N
     assert only(desk.arrive("b", "B", patience=2.0), act.WakeAt) == [act.WakeAt(2.0)]
     (failed,) = only(desk.at(2.0), act.Fail)
     assert (failed.id, failed.reason) == ("b", "timeout")
+
+
+def test_the_next_tick_is_asked_for_when_the_one_before_has_come() -> None:
+    """Not by what happens at the same moment, while the driver still waits to send that one."""
+    desk = Desk(g=3)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A"))
+    desk.arrive("b", "B", patience=2.0)
+    desk.now = 2.0
+    desk.arrive("late", "B", patience=1.0)
+    assert only(desk.at(2.0), act.WakeAt) == [act.WakeAt(3.0)]
 
 
 def test_a_pinned_model_is_loaded_again_by_itself_after_a_failure() -> None:

@@ -12,7 +12,17 @@ from swapper.errors import NoPlace, WorkerError
 from tests.scheduler.virtual_time import pass_time, settle, virtual_time
 from tests.worker.fake_worker import FakeWorker
 from worker.group import WorkerGroup
-from worker.protocol import FailPageIn, GroupLost, GroupUp, PageInFailed, Report, WorkerReady, WorkerSpec
+from worker.protocol import (
+    FailPageIn,
+    GroupLost,
+    GroupUp,
+    PagedOut,
+    PageInFailed,
+    PageOutFailed,
+    Report,
+    WorkerReady,
+    WorkerSpec,
+)
 
 HEARTBEAT = 5.0
 STALL = 60.0
@@ -256,11 +266,20 @@ async def test_a_worker_that_takes_no_commands_is_replaced() -> None:
         assert house.heard[1:] == [GroupLost("worker g/0: its commands are piling up"), GroupUp(8)]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PagedOut("m", 0, 1, 3, 0.1), PageOutFailed("m", 1, "still in a forward pass")),
+        (KvReleased("m", 1, 1), PageInFailed("m", 1, "no such file")),
+    ],
+    ids=["page-out", "defect"],
+)
 @virtual_time
-async def test_ranks_that_disagree_are_rebuilt() -> None:
+async def test_ranks_that_disagree_are_rebuilt(one: Report, other: Report) -> None:
+    """None is left in another state than its siblings."""
     async with House(ranks=2) as house:
-        house.workers[0].report(KvReleased("m", 1, 1))
-        house.workers[1].report(PageInFailed("m", 1, "no such file"))
+        house.workers[0].report(one)
+        house.workers[1].report(other)
         await settle()
         assert isinstance(house.heard[1], GroupLost)
         assert "disagree about 'm'" in house.heard[1].message

@@ -234,9 +234,10 @@ def test_preempted_sequences_are_computed_again(house: MeshHouse, mesh: tuple[in
 
 
 @pytest.mark.parametrize("dead", [0, 1], ids=["leader", "follower"])
-def test_the_death_of_a_rank_is_noticed_by_all_others_at_once(images: Path, dead: int) -> None:
-    image = packed(images, "llama", 2, 1)
-    house = MeshHouse(2, 1)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["2x1", "1x2"])
+def test_the_death_of_a_rank_is_noticed_by_all_others_at_once(images: Path, tp: int, pp: int, dead: int) -> None:
+    image = packed(images, "llama", tp, pp)
+    house = MeshHouse(tp, pp)
     try:
         house.add(image)
         house.page_in(image)

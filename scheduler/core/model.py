@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class Model:
     last_finish: float | None = None
     removed: bool = False
     is_offered: bool = False  # a group has nothing to do and may be better than the one it waits on
+    look_at: float = math.inf  # when it should have been complete where it waits, and looks at other groups again
     wake_at: float | None = None  # when it is to be looked at though nothing happens
     page_seconds: float | None = None  # measured: to read one of its pages
     run_seconds: float | None = None  # measured: from when it could run to its end, a request

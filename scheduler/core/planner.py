@@ -51,6 +51,8 @@ class Planner:
             case "group":
                 state.groups[timer.name].wake_at = None
                 state.touched_groups[timer.name] = None
+            case "look":
+                state.touched_models[timer.name] = None
             case _:
                 state.models[timer.name].wake_at = None
                 state.touched_models[timer.name] = None

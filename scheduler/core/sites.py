@@ -17,6 +17,9 @@ from scheduler.core.wants import refresh
 CANDIDATES = 3
 """Groups that are looked at closely for a model, beside those that hold some of it."""
 
+LEAST_PATIENCE = 0.1
+"""Seconds after which who waits looks at other groups again, at least."""
+
 REPLICA_PAYS = 1.5
 """How much longer the queue must be expected to take than a load elsewhere."""
 
@@ -30,8 +33,7 @@ def aim(state: State, model: Model) -> dict[str, None]:
         if p.is_committed and can_hold(state.groups[p.group], model, kv)
     }
     if not targets:
-        group = _aimed_at(state, model, kv) or _choose(state, model, kv)
-        model.is_offered = False
+        group = _aimed_at(state, model, kv) or _choose_anew(state, model, kv)
         if group is not None:
             targets[group.name] = None
     elif model.waiting and _is_saturated(state, model, targets):
@@ -44,11 +46,21 @@ def aim(state: State, model: Model) -> dict[str, None]:
 
 
 def _aimed_at(state: State, model: Model, kv: int) -> Group | None:
-    """Where it waits already, unless another group offers itself."""
-    if model.is_offered:
+    """Where it waits already, unless another group offers itself, or it should have been complete by now."""
+    if model.is_offered or state.now >= model.look_at:
         return None
     groups = (state.groups[name] for name in model.targets)
     return next((group for group in groups if group.up and can_hold(group, model, kv)), None)
+
+
+def _choose_anew(state: State, model: Model, kv: int) -> Group | None:
+    """Where it is to wait. If that takes longer than is thought now, it looks again, later and later."""
+    model.is_offered = False
+    group = _choose(state, model, kv)
+    if group is not None and len(state.shape(model).groups) > 1:
+        waited = state.now - model.waiting[0].arrived if model.waiting else 0.0
+        state.look_again(model, state.now + max(LEAST_PATIENCE, waited, completion(state, model, group, kv)))
+    return group
 
 
 def _is_saturated(state: State, model: Model, targets: dict[str, None]) -> bool:
@@ -111,4 +123,7 @@ def _room_seconds(state: State, group: Group, model: Model, short: int) -> float
 
 
 def _rest(state: State, placement: Placement) -> float:
-    return run_seconds(state, state.models[placement.model])
+    """Seconds that what runs there may still take: who has run for longer than others do may run on for as long."""
+    oldest = next(iter(placement.running), None)
+    elapsed = state.now - state.requests[oldest].served if oldest is not None else 0.0
+    return max(run_seconds(state, state.models[placement.model]), elapsed)

@@ -100,6 +100,10 @@ class State:
             model.wake_at = at
             self.timers.set(at, "model", model.spec.name)
 
+    def look_again(self, model: Model, at: float) -> None:
+        model.look_at = at
+        self.timers.set(at, "look", model.spec.name)
+
     def watch(self, request: Request) -> None:
         self.timers.set(request.deadline, "deadline", request.id)
 
@@ -113,7 +117,7 @@ class State:
                 return group is not None and group.wake_at == timer.at
             case _:
                 model = self.models.get(timer.name)
-                return model is not None and model.wake_at == timer.at
+                return model is not None and timer.at == (model.look_at if timer.kind == "look" else model.wake_at)
 
     # ---- requests and jobs
 

@@ -155,6 +155,16 @@ def test_who_waits_for_memory_goes_to_the_group_that_has_it_first(first: str, gr
     assert act.Serve("c", group) in desk.finish(first)
 
 
+def test_who_waits_for_longer_than_was_thought_looks_at_other_groups_again() -> None:
+    """Runs took next to nothing, so it was not worth to displace B; but A runs on and on."""
+    desk = Desk(g=4, h=4)
+    for number, model in enumerate("ABC"):
+        desk.add(model, (3 * number, 3 * number + 1, 3 * number + 2))
+        desk.answer(desk.arrive(model.lower(), model))
+    assert not only(desk.finish("b"), act.Serve)
+    assert only(desk.answer(desk.at(0.1)), act.Serve) == [act.Serve("c", "h")]
+
+
 def test_who_waits_on_a_group_leaves_it_when_a_pin_makes_it_too_small() -> None:
     desk = Desk(g=4, h=4)
     for number, model in enumerate("ABC"):

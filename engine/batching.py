@@ -19,12 +19,8 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain, count, islice
 
-import torch
-
-from engine.batch import SequenceSlice, StepBatch
 from engine.blocks import BlockManager
 from engine.grammar import GrammarError, Grammars
 from engine.kv_keeper import KvKeeper
@@ -42,50 +38,13 @@ from engine.request import (
     TokenLogprob,
     Tokens,
 )
-from engine.sampling import Choice, Sampled, SamplingRow
+from engine.sampling import Sampled
 from engine.sequence import Sequence
+from engine.step import Chunk, Step
 from swapper.geometry import kv_blocks
 
 SCORED_TOKENS = 128
 """Tokens of one pass, at most, of a prompt whose log-probabilities are wanted: each makes a whole row of logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next `length` tokens of a sequence."""
-
-    sequence: Sequence
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A planned forward pass. `sampled` are the sequences that get a token, in the order of the logits; behind them
-    come rows that only score a prompt, `scored`: the sequence, and the place of the token to score.
-    """
-
-    batch: StepBatch
-    chunks: tuple[Chunk, ...]
-    sampled: tuple[Sequence, ...]
-    scored: tuple[tuple[Sequence, int], ...] = ()
-    ahead: int = 0
-    """How many tokens of each sequence were not known when this was planned: 1 if it was planned by `plan_ahead`."""
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a request takes part whose client waits for its first token."""
-        return any(not chunk.sequence.is_answered for chunk in self.chunks)
-
-    def choose(self, logits: torch.Tensor, likeliest: torch.Tensor | None = None) -> Choice:
-        """The next tokens, when the pass has been launched. Arguments are `Choice`'s."""
-        return Choice(logits, self.rows(), likeliest)
-
-    def rows(self) -> list[SamplingRow]:
-        rows = [
-            SamplingRow(s.request.sampling, len(s.tokens) + self.ahead, s.tokens, s.answer_counts, s.mask())
-            for s in self.sampled
-        ]
-        return rows + [SamplingRow(s.request.sampling, at, given=s.tokens[at]) for s, at in self.scored]
 
 
 class Batcher:
@@ -216,7 +175,7 @@ class Batcher:
             chunks.append(Chunk(newcomer, _chunk_length(newcomer, budget)))
             budget -= chunks[-1].length
         self._want_more()
-        return _step(chunks) if chunks else None
+        return Step.of(chunks) if chunks else None
 
     def plan_ahead(self, step: Step) -> Step | None:
         """The pass behind `step`, which is under way: the same sequences, each with the token that is being chosen.
@@ -238,7 +197,7 @@ class Batcher:
                 if blocks is None:
                     return None
                 sequence.blocks += blocks
-        return _step_behind(step)
+        return step.behind()
 
     def complete(self, step: Step, sampled: list[Sampled | None], computing: float, paging: float) -> None:
         """The pass is done; `sampled` has the new token of each of `step.sampled`, then what is there of `step.scored`;
@@ -432,39 +391,3 @@ def _arrival(sequence: Sequence) -> int:
 def _chunk_length(sequence: Sequence, budget: int) -> int:
     length = min(sequence.pending, budget)
     return min(length, SCORED_TOKENS) if sequence.is_scored else length
-
-
-def _step(chunks: list[Chunk]) -> Step:
-    """Pack chunks into one row of tokens."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    slices: list[SequenceSlice] = []
-    rows: list[int] = []
-    sampled: list[Sequence] = []
-    scored_rows: list[int] = []
-    scored: list[tuple[Sequence, int]] = []
-    for chunk in chunks:
-        sequence, start = chunk.sequence, len(tokens)
-        context = sequence.computed + chunk.length
-        tokens.extend(sequence.tokens[sequence.computed : context])
-        positions.extend(range(sequence.computed, context))
-        slices.append(SequenceSlice(start, chunk.length, context, sequence.blocks[: kv_blocks(context)]))
-        if context == len(sequence.tokens):
-            rows.append(start + chunk.length - 1)
-            sampled.append(sequence)
-        for place in sequence.unscored(context):
-            scored_rows.append(start + place - sequence.computed)
-            scored.append((sequence, place + 1))
-    batch = StepBatch(tuple(tokens), tuple(positions), tuple(slices), (*rows, *scored_rows))
-    return Step(batch, tuple(chunks), tuple(sampled), tuple(scored))
-
-
-def _step_behind(step: Step) -> Step:
-    """One more token of each sequence of a pass of decodes that is under way; 0 stands for what is not known."""
-    positions = tuple(position + 1 for position in step.batch.positions)
-    slices = tuple(
-        SequenceSlice(row, 1, position + 1, sequence.blocks[: kv_blocks(position + 1)])
-        for row, (position, sequence) in enumerate(zip(positions, step.sampled, strict=True))
-    )
-    batch = StepBatch((0,) * len(positions), positions, slices, step.batch.sampled)
-    return Step(batch, step.chunks, step.sampled, ahead=1)

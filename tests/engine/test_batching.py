@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import StepBatch
-from engine.batching import Batcher, Step
+from engine.batching import Batcher
 from engine.blocks import BlockManager
 from engine.kv_keeper import HostRoom, KvKeeper
 from engine.request import EngineTime, GenerationRequest, KvReleased, KvWanted, RequestFailed, Started, Tokens
 from engine.sampling import Choice
+from engine.step import Step
 from swapper.frames import FramePool
 from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks, kv_frames
 from swapper.host_frames import HostFramePool

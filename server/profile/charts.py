@@ -34,7 +34,7 @@ def lines(title: str, unit: str, series: Series, marks: Sequence[Mark] = ()) -> 
     def content() -> Iterator[str]:
         for value in y.ticks():
             yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{_told(value)}</text>'
         for value in sorted({x for x, _ in points}):
             yield f'<text x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:g}</text>'
         for mark in marks:
@@ -67,7 +67,7 @@ def bars(title: str, unit: str, stacks: Mapping[str, Mapping[str, float]], limit
     def content() -> Iterator[str]:
         for value in (highest * step / 4 for step in range(5)):
             yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+            yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{_told(value)}</text>'
         for number, (name, stack) in enumerate(stacks.items()):
             left, base = LEFT + room * (number + 0.15), 0.0
             for part, value in stack.items():
@@ -88,6 +88,10 @@ def bars(title: str, unit: str, stacks: Mapping[str, Mapping[str, float]], limit
             )
 
     return _figure(title, unit, parts, content())
+
+
+def _told(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,25 @@ def advice(profile: Profile) -> str:
     if best is not points[-1]:
         text += f"; batch {points[-1].batch} gives {points[-1].tokens_per_second.median:.0f}"
     if (share := _share(best)) is not None:
-        text += f"; ranks spend {share:.0f} % of it with one another"
+        text += f"; ranks spend {share:.0f} % of a step with one another"
+    if (better := _better(profile, best)) is not None:
+        text += f"; with {better[0]}, {better[1]:.1f} times as many"
     for broken in profile.breaking_points:
         what = "memory ends" if broken.limited_by == "memory" else "cluster.max_batch_sequences ends it"
         text += f". At {broken.tokens} tokens a sequence, {what} at {broken.observed} sequences"
     return text + "."
+
+
+def _better(profile: Profile, best: Point) -> tuple[str, float] | None:
+    """The variant that is best where `best` is, if one gives much more, and how much."""
+    ratios = [
+        (its.tokens_per_second.median / best.tokens_per_second.median, variant.name)
+        for variant in profile.variants[1:]
+        for its in variant.points
+        if (its.batch, its.prompt_tokens) == (best.batch, best.prompt_tokens)
+    ]
+    ratio, name = max(ratios, default=(0.0, ""))
+    return (name, ratio) if ratio > WORTH else None
 
 
 # ---- parts of the page
@@ -100,13 +114,14 @@ def _section(profile: Profile) -> Iterator[str]:
 
 
 def _by_length(profile: Profile, value: Callable[[Point], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """One line a variant and prompt length."""
+    """One line a prompt length, and one for each other variant, at the longest that it has."""
     series: dict[str, list[tuple[float, float]]] = {}
-    for variant in profile.variants:
+    for number, variant in enumerate(profile.variants):
+        longest = max((point.prompt_tokens for point in variant.points), default=0)
         for point in variant.points:
-            name = f"{point.prompt_tokens} tokens" + (f", {variant.name}" if len(profile.variants) > 1 else "")
+            name = f"{point.prompt_tokens} tokens" + (f", {variant.name}" if number else "")
             measured = value(point)
-            if measured:
+            if measured and (not number or point.prompt_tokens == longest):
                 series.setdefault(name, []).append((point.batch, measured))
     return series
 

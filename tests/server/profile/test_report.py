@@ -70,6 +70,18 @@ def test_advice_is_the_smallest_batch_that_no_larger_one_beats_by_much(speeds: t
     assert f"batch {best} is best" in advice(told)
 
 
+@pytest.mark.parametrize(("ratio", "told"), [(2.0, "with float32, 2.0 times as many"), (1.01, None)])
+def test_advice_names_a_switch_that_gives_much_more(ratio: float, told: str | None) -> None:
+    own = full().variants[0]
+    (best,) = (its for its in own.points if its.batch == 4)
+    speed = best.tokens_per_second
+    faster = best.model_copy(update={"tokens_per_second": speed.model_copy(update={"median": speed.median * ratio})})
+    other = own.model_copy(update={"name": "float32", "points": (faster,)})
+    text = advice(full(variants=(own, other)))
+    assert "batch 4 is best" in text
+    assert told in text if told else "float32" not in text
+
+
 @pytest.mark.parametrize(
     "picture",
     [

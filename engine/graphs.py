@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, MAX_DECODES)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_DECODES)
 """Numbers of sequences that graphs are recorded for; more run without a graph."""
 
 MAX_GRAPHS = 96

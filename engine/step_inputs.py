@@ -21,7 +21,7 @@ from swapper.geometry import KV_BLOCK_TOKENS
 
 Numbers = npt.NDArray[np.int64]
 
-MAX_DECODES = 64
+MAX_DECODES = 256
 """Sequences that a graph takes, at most."""
 
 _START = 1 << 14  # numbers that the pinned memory first has room for

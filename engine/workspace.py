@@ -1,6 +1,6 @@
 """What a GPU's frame pool leaves: memory for what is not in frames.
 
-Activations of one pass, of 512 tokens and with logits for each of 64 sequences; libraries' workspaces and the code of
+Activations of one pass, of 512 tokens and with logits for each of 256 sequences; libraries' workspaces and the code of
 kernels; recorded decodes. Bounds, not measures: an 8B model takes less than half.
 """
 

@@ -89,6 +89,25 @@ def test_replays_equal_eager_attention_in_float32(llama: BoundModel, replays: Re
     assert largest_difference(random_model("llama").to(DEVICE), sequences) < 1e-3
 
 
+def test_large_batches_are_replayed(llama: BoundModel, replays: Replays) -> None:
+    sequences = Sequences(llama, random_prompts(*(20,) * 70), blocks=200)
+    sequences.step(dict.fromkeys(range(70), 15))
+    decode(sequences, 4, *range(70))
+    assert replays.count == 3
+    sequences.step(dict.fromkeys(range(70), 1))
+    assert largest_difference(random_model("llama").to(DEVICE), sequences) < 1e-3
+
+
+def test_experts_in_bfloat16_are_recorded(tmp_path: Path, replays: Replays) -> None:
+    """In float32 they are not: which experts are needed is then looked up on the host."""
+    model = bound(tmp_path, "mixtral", "bfloat16")
+    sequences = Sequences(model, random_prompts(40))
+    sequences.step({0: 30})
+    decode(sequences, 3, 0)
+    assert replays.count == 2
+    model.close()
+
+
 def test_padding_writes_nowhere(llama: BoundModel, replays: Replays) -> None:
     """Three of a bucket of four: but for the three new rows, the region stays as it was, bit by bit."""
     sequences = Sequences(llama, random_prompts(40, 20, 30))

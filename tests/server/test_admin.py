@@ -188,3 +188,9 @@ def test_the_command_line_tells_why(server: ServerThread) -> None:
         "03:04:06.678  smol: Waits for 3 frames that tuned holds.",
     ]
     assert told("tuned") == ["Nothing was decided yet."]
+
+
+@pytest.mark.parametrize("query", ["torch_profiler=nonsense", "wait=false"])
+def test_a_recording_is_asked_for_in_words_that_are_known(http: httpx.Client, query: str) -> None:
+    answer = http.post(f"/admin/groups/default/recording?{query}")
+    assert query.partition("=")[0] in str(error_of(answer, 400))

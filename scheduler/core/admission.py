@@ -116,7 +116,8 @@ def unpinned(state: State, event: Unpinned) -> None:
 
 def model_added(state: State, event: ModelAdded) -> None:
     model = state.models[event.model.name] = Model(event.model)
-    state.sharing.add(model)
+    for other in state.sharing.add(model):
+        state.touch_wants(other)
     state.touched_models[event.model.name] = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -42,8 +43,8 @@ def _drain_began(state: State, event: events.DrainBegan) -> None:
 def _woken(state: State, event: events.Tick) -> None:
     """The planner, which runs after every event, does what there is to do, and asks for the next Tick. Not before this
     one has come: until then, its driver takes no wish for a later one."""
-    if state.wake_at is not None and state.wake_at <= state.now:
-        state.wake_at = None
+    if state.wake_at <= state.now:
+        state.wake_at = inf
 
 
 _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
@@ -93,8 +94,9 @@ class SchedulerCore:
         state = self._state
         try:
             kind = type(event)
-            if kind in _CHECKS:
-                _CHECKS[kind](state, event)
+            check = _CHECKS.get(kind)
+            if check is not None:
+                check(state, event)
             if event.at > state.now:
                 state.now = event.at
             _HANDLERS[kind](state, event)
@@ -203,10 +205,10 @@ def _check_paged_out(state: State, event: events.PagedOut) -> None:
 
 def _check_paged_in(state: State, event: events.PagedIn) -> None:
     placement = completions.find(state, event.group, event.model)
-    if placement is None or not placement.awaits(event.epoch):
+    if placement is None or not placement.extents:
         return
     first = placement.extents[0]
-    if (event.epoch, event.last) != (first.epoch, first.last):
+    if (first.epoch != event.epoch or first.last != event.last) and placement.awaits(event.epoch):
         raise InvalidTransition(f"extents come in order: the next ends at page {first.last}, epoch {first.epoch}")
 
 

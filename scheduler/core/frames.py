@@ -28,21 +28,27 @@ MOST_KNOWN = 16
 
 
 class Frames:
-    """Made anew for every pass; what it remembers is of this pass only."""
+    """What it remembers is of the present pass only."""
 
-    def __init__(self, state: State, group: Group) -> None:
+    __slots__ = ("_claims", "_group", "_state", "are_coming", "are_spoken_for", "held_back")
+
+    def __init__(self, state: State) -> None:
         self._state = state
+
+    def begin(self, group: Group) -> None:
         self._group = group
         self._claims: list[int] | None = None  # frames on each rank that those considered before wait for
-        self.held_back: set[str] = set()  # models that take no more work
+        self.held_back: frozenset[str] = frozenset()  # models that take no more work
         self.are_coming = False  # somebody waits for frames that are on their way
-        self.are_spoken_for = False  # none is left for who has no pages here yet, whatever it takes
+        self.are_spoken_for = False  # none is left for whose pages are not here, whatever it takes
 
     def has(self, lacking: Sequence[int], placement: Placement | None, kv: int) -> bool:
         """Whether these frames are free on each rank, and nobody considered before waits for them.
 
         KV that the model itself is giving back is not free yet, but it can keep it, unless somebody waits for it.
         """
+        if self._claims is None and max(lacking) <= self._group.ledger.least_free:
+            return True
         kept = 0
         if placement is not None and kv:
             kept = max(0, min(placement.kv.reserved, kv) - placement.kv.granted)
@@ -197,7 +203,7 @@ class Frames:
             name in self._group.wanted,
             1.0 - placement.reserved / placement.pages,
             len(model.placements) > 1 and self._is_copy(model, placement),
-            not state.sharing.of(model),
+            not model.shares,
         )
 
     def _is_copy(self, model: Model, placement: Placement) -> bool:
@@ -211,7 +217,7 @@ class Frames:
         if any(placement.model in self.held_back for placement in busy):
             return
         chosen = who_must_drain(memory, idle, [self.holder(placement) for placement in busy])
-        self.held_back.update(chosen)
+        self.held_back |= set(chosen)
         if self._state.config.time_slice is not None:
             for name in chosen:
                 self._suspend_if_long(want, self._group.placements[name], self._state.config.time_slice)

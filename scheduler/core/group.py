@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.core.events import Mesh
@@ -13,6 +13,10 @@ from scheduler.core.wanted import Wanted
 
 if TYPE_CHECKING:
     from scheduler.core.model import Model
+
+
+SLACK = 16
+"""Places of groups that may be out of date before they are swept, beside a few for each group."""
 
 
 class Vain(NamedTuple):
@@ -88,16 +92,15 @@ class Shape:
         self.homeless: dict[str, None] = {}  # models that wait and fit on no group that is up, beside its pins
         self._sizes: Sizes | None = None
         self._heap: list[tuple[tuple[int, int], str]] = []  # the groups by how little they have to do and how much room
+        self._changed: dict[str, None] = {}  # groups that are in another place than where the heap has them
 
     def rank(self, group: Group) -> None:
         """What the group has to do, or its free memory, may have changed."""
-        place = len(group.wanted), -group.ledger.least_free
-        if place != group.listed:
-            group.listed = place
-            heappush(self._heap, (place, group.name))
+        self._changed[group.name] = None
 
     def freest(self, count: int) -> list[Group]:
         """The groups that have least to do, at most `count` of those that are up."""
+        self._rank_changed()
         found: dict[tuple[tuple[int, int], str], Group] = {}
         while self._heap and len(found) < count:
             entry = heappop(self._heap)
@@ -107,6 +110,19 @@ class Shape:
         for entry in found:
             heappush(self._heap, entry)
         return list(found.values())
+
+    def _rank_changed(self) -> None:
+        for name in self._changed:
+            group = self.groups.get(name)
+            if group is not None:
+                place = len(group.wanted), -group.ledger.least_free
+                if place != group.listed:
+                    group.listed = place
+                    heappush(self._heap, (place, name))
+        self._changed = {}
+        if len(self._heap) > 4 * len(self.groups) + SLACK:
+            self._heap = [(group.listed, name) for name, group in self.groups.items() if group.listed is not None]
+            heapify(self._heap)
 
     @property
     def sizes(self) -> Sizes:

@@ -29,16 +29,19 @@ STALLED_LOOKED_AT = 4
 
 
 class GroupPlan:
-    """Made anew for every pass; what it remembers is of this pass only."""
+    """What it remembers is of the present pass only."""
 
-    def __init__(self, state: State, group: Group) -> None:
+    __slots__ = ("_frames", "_group", "_policy", "_state")
+
+    def __init__(self, state: State) -> None:
         self._state = state
         self._policy = state.policy
-        self._group = group
-        self._frames = Frames(state, group)
+        self._frames = Frames(state)
 
-    def run(self) -> None:
-        group, state = self._group, self._state
+    def run(self, group: Group) -> None:
+        state = self._state
+        self._group = group
+        self._frames.begin(group)
         if group.loading:
             for placement in list(group.loading.values()):
                 state.issue_extents(group, placement)
@@ -69,6 +72,9 @@ class GroupPlan:
     def _in_order(self) -> Iterator[Demand]:
         """All that there is something to do for. Who waits for the link has its turn when an extent is in."""
         wanted, now = self._group.wanted, self._state.now
+        if len(wanted) == len(wanted.inside) == 1:
+            yield from wanted.inside.values()
+            return
         inside = sorted(wanted.inside.values(), key=lambda demand: demand.key(now), reverse=True)
         for demand in wanted.coming.ordered(now):
             while inside and inside[-1].key(now) < demand.key(now):

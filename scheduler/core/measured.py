@@ -53,7 +53,7 @@ def load_seconds(state: State, group: Group, model: Model) -> float:
 def remaining_seconds(state: State, group: Group, model: Model) -> float:
     """Until all of it is in, if the link were its own from now on."""
     placement = group.placements.get(model.spec.name)
-    if not state.sharing.of(model):
+    if not model.shares:
         missing = model.pages - (placement.resident if placement is not None else 0)
         return missing * page_seconds(state, group, model)
     coming = placement.reserved - placement.resident if placement is not None else 0

@@ -45,8 +45,7 @@ class Model:
     history: History = field(default_factory=History)
     sent_away: bool = False  # by an operator or its time to live: not brought in ahead until it is asked for again
     explained: deque[Explained] = field(default_factory=lambda: deque(maxlen=DECISIONS))
-    shares: bool = False  # it has pages in common with another model
-    shares_as_of: int = 0  # of which version of the models that is told
+    shares: bool = True  # it may have pages in common with another model, or one twice (`sharing.py`)
     mesh: Mesh = field(init=False)
     pages: int = field(init=False)
     identities: tuple[frozenset[int], ...] = field(init=False)

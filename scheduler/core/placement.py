@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from scheduler.core.kv import KvAccount
-from scheduler.core.transitions import Phase, Signal, follow
+from scheduler.core.transitions import TRANSITIONS, Phase, Signal, impossible
 
 EXTENTS_AHEAD = 2
 """Extents that are outstanding at a time: one is read, the next is queued behind it."""
@@ -81,7 +81,10 @@ class Placement:
     out_message: str = ""
 
     def follow(self, signal: Signal) -> None:
-        self.phase = follow(self.phase, signal, f"model {self.model} on group {self.group}")
+        after = TRANSITIONS.get((self.phase, signal))
+        if after is None:
+            raise impossible(self.phase, signal, f"model {self.model} on group {self.group}")
+        self.phase = after
 
     def awaits(self, epoch: int) -> bool:
         """Whether an outstanding PageIn has this epoch."""

@@ -5,6 +5,8 @@ which something may have become possible (`group_plan.py`). What nothing touched
 
 from __future__ import annotations
 
+from math import inf
+
 from scheduler.core.actions import Done, WakeAt
 from scheduler.core.group import Group
 from scheduler.core.group_plan import GroupPlan
@@ -19,6 +21,7 @@ from scheduler.core.transitions import Phase
 class Planner:
     def __init__(self, state: State) -> None:
         self._state = state
+        self._group_plan = GroupPlan(state)
 
     def plan(self) -> None:
         state = self._state
@@ -37,7 +40,7 @@ class Planner:
                 group = state.groups[next(iter(groups))]
                 del groups[group.name]
                 if group.up:
-                    GroupPlan(state, group).run()
+                    self._group_plan.run(group)
         self._ask_to_wake()
 
     def _wake(self, timer: Timer) -> None:
@@ -59,10 +62,10 @@ class Planner:
 
     def _ask_to_wake(self) -> None:
         state = self._state
-        if state.wake_at is not None and state.wake_at <= state.timers.earliest:
+        if state.wake_at <= state.timers.earliest:
             return
         wake = state.timers.next()
-        if wake is not None and (state.wake_at is None or wake < state.wake_at):
+        if wake is not None and wake < state.wake_at:
             state.wake_at = wake
             state.actions.append(WakeAt(wake))
 

@@ -22,6 +22,7 @@ class Demand:
     want: Want
     rank: Rank
     leaf: int = 0  # its place in the tree; 0: it has none
+    again_at: float = inf  # when to look whether time has changed its rank
     load: int = 0  # nanoseconds of the link that it counts for, in sums that have to come out exactly
 
     def key(self, now: float) -> tuple[tuple[int, ...], float, int]:

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from scheduler.core.model import Model
 
 
 class Sharing:
-    def __init__(self) -> None:
-        self._counts: dict[int, Counter[int]] = {}  # rank → page → models that have it
-        self._version = 1
+    """Keeps `Model.shares`. A model that shared a page goes on to count as one that does when the other is gone."""
 
-    def add(self, model: Model) -> None:
-        for rank, pages in enumerate(model.identities):
-            self._counts.setdefault(rank, Counter()).update(pages)
-        self._version += 1
+    def __init__(self) -> None:
+        self._sole: dict[tuple[int, int], Model] = {}  # a rank's page → the one model that has it
+        self._shared: dict[tuple[int, int], int] = {}  # how many have it, of pages that two have had
+
+    def add(self, model: Model) -> list[Model]:
+        """Those that share pages now and did not before, besides the model itself."""
+        found = []
+        model.shares = any(len(pages) < model.pages for pages in model.identities)
+        for page in _pages(model):
+            if page in self._shared:
+                model.shares = True
+                self._shared[page] += 1
+            elif page in self._sole:
+                other = self._sole.pop(page)
+                if not other.shares:
+                    found.append(other)
+                other.shares = model.shares = True
+                self._shared[page] = 2
+            else:
+                self._sole[page] = model
+        return found
 
     def remove(self, model: Model) -> None:
-        for rank, pages in enumerate(model.identities):
-            counts = self._counts[rank]
-            for page in pages:
-                counts[page] -= 1
-                if not counts[page]:
-                    del counts[page]
-        self._version += 1
+        for page in _pages(model):
+            if page not in self._shared:
+                del self._sole[page]
+            elif self._shared[page] > 1:
+                self._shared[page] -= 1
+            else:
+                del self._shared[page]
 
-    def of(self, model: Model) -> bool:
-        """Whether any of its pages is in another model too, or in it twice. Told anew when the models change."""
-        if model.shares_as_of != self._version:
-            model.shares_as_of = self._version
-            model.shares = any(
-                len(pages) < model.pages or any(counts[page] > 1 for page in pages)
-                for pages, counts in zip(model.identities, self._counts.values(), strict=False)
-            )
-        return model.shares
+
+def _pages(model: Model) -> list[tuple[int, int]]:
+    return [(rank, page) for rank, pages in enumerate(model.identities) for page in pages]

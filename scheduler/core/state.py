@@ -7,6 +7,7 @@ to do touches its model or group: the planner looks at what was touched, and at 
 from __future__ import annotations
 
 from bisect import insort
+from math import inf
 
 from scheduler.core.actions import Action, Cancel, Fail, GrantKv, PageIn, PageOut, Reason, Resume, Serve, Suspend
 from scheduler.core.config import CoreConfig
@@ -37,7 +38,7 @@ class State:
         self.waiting = 0  # requests that wait, in all
         self.draining = False
         self.timers = Timers(self._is_true)
-        self.wake_at: float | None = None  # the Tick that was asked for
+        self.wake_at = inf  # the Tick that was asked for
         self.service_seconds = 1.0  # of a request, averaged
         self.run_seconds: float | None = None  # measured: of a request, from when it could run
         self.actions: list[Action] = []
@@ -71,7 +72,7 @@ class State:
     def _pages_changed(self, group: Group, model: Model) -> None:
         """Which pages of a model a group holds has changed."""
         group.wanted.touch(model.spec.name)
-        if group.wanted.sharing and self.sharing.of(model):
+        if group.wanted.sharing and model.shares:
             group.wanted.touch_sharing()
 
     def explain(self, model: Model, kind: DecisionKind, message: str, *values: object) -> None:
@@ -197,7 +198,7 @@ class State:
     def lacking(self, group: Group, model: Model, placement: Placement | None, last: int) -> list[int]:
         """For each rank, how many frames it takes to hold pages up to `last`."""
         reserved = placement.reserved if placement is not None else 0
-        if not self.sharing.of(model):
+        if not model.shares:
             return [last - reserved] * group.ranks
         return group.ledger.missing(model.spec.shards, reserved, last)
 

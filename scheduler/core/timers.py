@@ -26,6 +26,7 @@ class Timers:
         self._heap: list[Timer] = []
         self._number = 0
         self._sweep_at = SLACK
+        self.earliest = inf  # none that is true comes before
 
     def set(self, at: float, kind: str, name: str) -> None:
         self._number += 1
@@ -34,11 +35,7 @@ class Timers:
             self._heap = [timer for timer in self._heap if self._is_true(timer)]
             heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + SLACK
-
-    @property
-    def earliest(self) -> float:
-        """None that is true comes before: quick to tell."""
-        return self._heap[0][0] if self._heap else inf
+        self._note_earliest()
 
     def due(self, now: float) -> Iterator[Timer]:
         """Those whose time has come, each once."""
@@ -48,8 +45,13 @@ class Timers:
             if self._is_true(timer):
                 yield timer
             heap = self._heap
+        self._note_earliest()
 
     def next(self) -> float | None:
         while self._heap and not self._is_true(self._heap[0]):
             heappop(self._heap)
+        self._note_earliest()
         return self._heap[0].at if self._heap else None
+
+    def _note_earliest(self) -> None:
+        self.earliest = self._heap[0][0] if self._heap else inf

@@ -21,6 +21,8 @@ class Phase(StrEnum):
     EVICTING = "evicting"  # a page-out is under way
     FAILED = "failed"  # absent, because its page-in failed
 
+    __hash__ = str.__hash__  # that of Enum is not built in, and takes longer than the lookup it is for
+
 
 class Signal(StrEnum):
     """What moves it. Actions in the imperative, completions in the past tense."""
@@ -36,6 +38,8 @@ class Signal(StrEnum):
     OUT_FAILED_WHOLE = "PageOutFailed, all in"
     OUT_FAILED_PART = "PageOutFailed, some in"
     LOST = "WorkerLost"
+
+    __hash__ = str.__hash__
 
 
 TRANSITIONS: Mapping[tuple[Phase, Signal], Phase] = MappingProxyType(
@@ -77,12 +81,9 @@ class InvalidTransition(Exception):
         return "\n".join(lines)
 
 
-def follow(phase: Phase, signal: Signal, what: str) -> Phase:
-    """The phase after `signal`. Raises InvalidTransition, naming `what`, if the table has no such way."""
-    after = TRANSITIONS.get((phase, signal))
-    if after is None:
-        raise InvalidTransition(f"{what} is {phase}: {signal!s} cannot happen to it")
-    return after
+def impossible(phase: Phase, signal: Signal, what: str) -> InvalidTransition:
+    """For a way that the table does not have."""
+    return InvalidTransition(f"{what} is {phase}: {signal!s} cannot happen to it")
 
 
 def diagram() -> str:

@@ -18,12 +18,13 @@ SLACK = 16
 
 
 class Wanted:
-    __slots__ = ("_again", "_demands", "_stale", "ahead", "coming", "inside", "sharing", "untold")
+    __slots__ = ("_again", "_demands", "_stale", "again_at", "ahead", "coming", "inside", "sharing", "untold")
 
     def __init__(self) -> None:
         self._demands: dict[str, Demand | None] = {}  # None: not looked at yet
         self._stale: dict[str, None] = {}
-        self._again: list[tuple[float, str]] = []  # heap: when a rank changes with time
+        self._again: list[tuple[float, str]] = []  # heap: when to look whether time has changed a rank
+        self.again_at = inf  # the first of these
         self.inside: dict[str, Demand] = {}  # for whom only KV may lack
         self.coming = Ranking()  # all others
         self.ahead = 0  # nanoseconds of the link that the others take, all together
@@ -56,27 +57,31 @@ class Wanted:
     def touch_sharing(self) -> None:
         self._stale |= self.sharing
 
+    def is_stale(self, now: float) -> bool:
+        return bool(self._stale) or self.again_at <= now
+
     def stale(self, now: float) -> list[str]:
         """Those to be looked at anew, once."""
-        again = self._again
-        while again and again[0][0] <= now:
-            at, name = heappop(again)
+        while self.again_at <= now:
+            at, name = heappop(self._again)
+            self.again_at = self._again[0][0] if self._again else inf
             demand = self._demands.get(name)
-            if demand is not None and demand.rank.until == at:
+            if demand is None or demand.again_at != at:
+                continue  # another moment was noted since, or it is another demand
+            demand.again_at = inf
+            if demand.rank.until <= now:
                 self._stale[name] = None
-        if not self._stale:
-            return []
+            else:
+                self._look_again(demand)
         names = list(self._stale)
-        self._stale = {}
+        self._stale.clear()
         return names
 
     def put(self, name: str, want: Want, rank: Rank, shares: bool, now: float) -> None:
         demand = self._demands[name]
         if demand is None:
             demand = self._demands[name] = Demand(want, rank)
-            known_until = inf
         else:
-            known_until = demand.rank.until if demand.leaf else inf
             self.ahead -= demand.load
             demand.want, demand.rank = want, rank
         if want.is_in:
@@ -93,14 +98,15 @@ class Wanted:
         self.untold[name] = demand
         if shares:
             self.sharing[name] = None
-        if rank.until != known_until and rank.until < inf:
-            self._ask_again(rank.until, name)
+        if rank.until < demand.again_at:
+            self._look_again(demand)
 
     def pop(self, name: str, now: float) -> None:
         """It is not wanted any more."""
         self._stale.pop(name, None)
         demand = self._demands.pop(name, None)
         if demand is not None:
+            demand.again_at = inf
             self.ahead -= demand.load
             self.coming.remove(demand, now)
             for index in (self.inside, self.untold, self.sharing):
@@ -111,15 +117,15 @@ class Wanted:
         return [(name, demand) for name, demand in self._demands.items() if demand and name not in self._stale]
 
     def next_change(self) -> float | None:
-        """When time changes a rank next. Early at times: out of date moments are among them."""
-        return self._again[0][0] if self._again else None
+        """When time may change a rank next. Early at times: moments that are out of date are among them."""
+        return self.again_at if self.again_at < inf else None
 
-    def _ask_again(self, at: float, name: str) -> None:
-        heappush(self._again, (at, name))
+    def _look_again(self, demand: Demand) -> None:
+        """When its rank changes. One that was to change earlier, and does not, is looked at in vain once."""
+        demand.again_at = demand.rank.until
+        heappush(self._again, (demand.again_at, demand.want.model))
         if len(self._again) > 2 * len(self._demands) + SLACK:
-            self._again = [
-                (demand.rank.until, name)
-                for name, demand in self._demands.items()
-                if demand is not None and demand.leaf and demand.rank.until < inf
-            ]
+            known = [demand for demand in self._demands.values() if demand is not None and demand.again_at < inf]
+            self._again = [(demand.again_at, demand.want.model) for demand in known]
             heapify(self._again)
+        self.again_at = self._again[0][0]

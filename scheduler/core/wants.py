@@ -11,13 +11,15 @@ from scheduler.policy.view import Want
 def refresh(state: State, group: Group) -> None:
     """Bring the group's demands up to date."""
     wanted, now = group.wanted, state.now
+    if not wanted.is_stale(now):
+        return
     for name in wanted.stale(now):
         want = want_of(state, group, name)
         if want is None:
             wanted.pop(name, now)
             state.models[name].targets.pop(group.name, None)
         else:
-            wanted.put(name, want, state.policy.rank(want, now), state.sharing.of(state.models[name]), now)
+            wanted.put(name, want, state.policy.rank(want, now), state.models[name].shares, now)
 
 
 def want_of(state: State, group: Group, name: str) -> Want | None:

@@ -10,7 +10,8 @@ import pytest
 from scheduler.core import events as ev
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
-from scheduler.core.transitions import TRANSITIONS, InvalidTransition, Phase, Signal, diagram, follow
+from scheduler.core.placement import Placement
+from scheduler.core.transitions import TRANSITIONS, InvalidTransition, Phase, Signal, diagram
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "scheduler.md"
 
@@ -31,8 +32,8 @@ def test_every_state_can_be_reached_and_left() -> None:
 
 
 def test_an_unlisted_transition_names_itself() -> None:
-    with pytest.raises(InvalidTransition, match="model A is absent: PageOut cannot happen to it"):
-        follow(Phase.ABSENT, Signal.PAGE_OUT, "model A")
+    with pytest.raises(InvalidTransition, match="model A on group g is absent: PageOut cannot happen to it"):
+        Placement("A", "g", pages=1, number=1).follow(Signal.PAGE_OUT)
 
 
 IMPOSSIBLE = [

@@ -17,6 +17,7 @@ from scheduler.core.events import (
     Unpinned,
 )
 from scheduler.core.fitting import MINIMAL_KV, can_hold, choose_home, never_fits, set_home, why_not
+from scheduler.core.measured import remaining_seconds, run_seconds
 from scheduler.core.model import Model
 from scheduler.core.placement import Placement
 from scheduler.core.requests import Job, JobKind, Request
@@ -199,9 +200,11 @@ def _open_job(state: State, ident: str, kind: JobKind, model: Model, at: float) 
 
 
 def _until_served(state: State, model: Model) -> float:
-    """When the model's queue may have moved on: its length at the average pace."""
-    rounds = len(model.waiting) / state.config.max_running
-    return min(LONGEST_RETRY_AFTER, max(SHORTEST_RETRY_AFTER, rounds * state.service_seconds))
+    """When those who wait will have been served: by what the model's own requests take, where it is or is to be."""
+    groups = [state.groups[name] for name in model.targets]
+    rounds = len(model.waiting) / (state.config.max_running * max(1, len(groups)))
+    begin = min((remaining_seconds(state, group, model) for group in groups), default=0.0)
+    return min(LONGEST_RETRY_AFTER, max(SHORTEST_RETRY_AFTER, begin + rounds * run_seconds(state, model)))
 
 
 def _reject(state: State, ident: str, reason: Reason, message: str, retry_after: float | None = None) -> None:

@@ -35,9 +35,6 @@ from scheduler.core.wanted import Wanted
 MOST_LOSSES = 3
 """A request that ran on so many groups when they were lost is not run again: it may be what they die of."""
 
-SMOOTHING = 0.1
-"""Weight of the latest request in the average service time."""
-
 
 def find(state: State, group: str, model: str) -> Placement | None:
     """The placement that a report speaks of; None if the group or the model is gone."""
@@ -158,7 +155,6 @@ def finished(state: State, event: Finished) -> None:
         return
     placement, model = state.groups[request.group].placements[request.model], state.models[request.model]
     placement.used = model.last_finish = state.now
-    state.service_seconds += SMOOTHING * (state.now - request.served - state.service_seconds)
     measure_run(state, model, placement, request)
     state.forget(request)
 

@@ -5,8 +5,6 @@ which something may have become possible (`group_plan.py`). What nothing touched
 
 from __future__ import annotations
 
-from math import inf
-
 from scheduler.core.actions import Done, WakeAt
 from scheduler.core.group import Group
 from scheduler.core.group_plan import GroupPlan

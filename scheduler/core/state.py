@@ -39,7 +39,6 @@ class State:
         self.draining = False
         self.timers = Timers(self._is_true)
         self.wake_at = inf  # the Tick that was asked for
-        self.service_seconds = 1.0  # of a request, averaged
         self.run_seconds: float | None = None  # measured: of a request, from when it could run
         self.actions: list[Action] = []
         self.touched_models: dict[str, None] = {}

@@ -23,6 +23,7 @@ class Desk:
     def __init__(self, config: CoreConfig = CONFIG, **groups: int | tuple[int, int]) -> None:
         self.core = SchedulerCore(config)
         self.now = 0.0
+        self.extent_seconds = 0.0  # until an extent is in
         for name, shape in groups.items():
             frames, ranks = shape if isinstance(shape, tuple) else (shape, 1)
             self.send(ev.WorkerUp(0.0, name, frames, ranks))
@@ -44,6 +45,7 @@ class Desk:
         for action in said:
             match action:
                 case act.PageIn():
+                    self.now += self.extent_seconds
                     said += self.send(ev.PagedIn(self.now, action.group, action.model, action.epoch, action.last))
                 case act.PageOut():
                     said += self.send(ev.PagedOut(self.now, action.group, action.model, action.epoch, action.keep))
@@ -511,3 +513,60 @@ def test_decisions_say_why_in_numbers() -> None:
     assert "3 of its 3 pages go from g for B" in decision.message
     assert "last used 2.00 s ago" in decision.message
     assert desk.core.decisions("nobody") == ()
+
+
+@pytest.mark.parametrize(("evicted_at", "comes"), [(None, True), (20, False), (10, True)])
+def test_what_was_evicted_by_hand_comes_in_ahead_only_once_it_is_asked_for_again(
+    evicted_at: int | None, comes: bool
+) -> None:
+    """A is asked for every second, up to the 19th; then B has its memory, and an idle link would bring it in again."""
+    desk = Desk(g=3)
+    desk.extent_seconds = 0.1
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+
+    def ask(model: str, at: float) -> None:
+        desk.now = at
+        desk.answer(desk.arrive(f"{model}{at}", model))
+        while desk.core.request(f"{model}{at}") == "waiting":
+            desk.answer(desk.at(desk.now + 0.01))
+        desk.finish(f"{model}{at}")
+
+    for second in range(20):
+        if second == evicted_at:
+            desk.answer(desk.send(ev.EvictWanted(desk.now, "j", "A")))
+        ask("A", float(second))
+    ask("B", 19.3)
+    if evicted_at == 20:
+        assert only(desk.send(ev.EvictWanted(desk.now, "j", "A")), act.Done)
+    said = [action for tick in range(40) for action in desk.answer(desk.at(max(desk.now, 19.7 + tick / 20)))]
+    assert any(page_in.model == "A" for page_in in only(said, act.PageIn)) is comes
+
+
+def test_what_is_suspended_and_cannot_go_on_beside_a_pin_that_came_meanwhile_is_told() -> None:
+    desk = Desk(replace(CONFIG, time_slice=1.0), g=6)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("a", "A", kv=4))
+    desk.arrive("b", "B")
+    [suspend] = [action for second in range(1, 9) for action in only(desk.at(float(second)), act.Suspend)]
+    assert only(desk.send(ev.Pinned(8.0, "j", "B")), act.Done), "A may still end"
+    failed = only(desk.send(ev.Suspended(8.0, "g", "A", suspend.epoch, kv_frames=4)), act.Fail)
+    assert [(fail.id, fail.reason) for fail in failed] == [("a", "no_memory")]
+
+
+def test_who_finds_the_queue_full_is_told_when_as_many_as_wait_will_have_been_served() -> None:
+    """By what the model's own requests take, and what brings it in: others may be a hundred times as quick."""
+    desk = Desk(replace(CONFIG, max_queue=6, max_running=2), slow=3, quick=(3, 2))
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("slow", ((1, 2),), page_seconds=1.0, run_seconds=8.0)))
+    desk.send(ev.ModelAdded(0.0, ev.ModelSpec("quick", ((1, 2), (3, 4)), run_seconds=0.1)))
+
+    def retry_after(model: str) -> float | None:
+        arrivals = [desk.arrive(f"{model}{number}", model) for number in range(9)]
+        said = [rejected for actions in arrivals for rejected in only(actions, act.Reject)]
+        assert {rejected.reason for rejected in said} == {"queue_full"}
+        return said[0].retry_after
+
+    assert retry_after("quick") == 1.0, "soon, but not at once"
+    # Six wait for two places of eight seconds each, once the model is in.
+    assert retry_after("slow") == pytest.approx(24.0 + 2.0)

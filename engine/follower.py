@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -21,130 +20,19 @@ from typing import Any
 
 import torch
 
-from engine.batch import StepBatch
-from engine.batch_code import BatchDecoder
 from engine.blocks import FollowedBlocks
-from engine.kv_keeper import KvCopies
+from engine.followed import PASS_TIMEOUT, Followed, StreamedPass
 from engine.mesh import Mesh, Traffic
-from engine.model import ModelRunnerProtocol, PageGate
+from engine.model import ModelRunnerProtocol
 from engine.recorder import Recorder
 from engine.request import EngineReport, KvReleased, Request, Resumed, Suspended
 from engine.streams import on_pass_stream, pass_stream
 from swapper.errors import PageInAborted, WorkerError
 from swapper.frames import FramePool
-from swapper.geometry import KV_BLOCK_TOKENS, kv_blocks
+from swapper.geometry import kv_blocks
 from swapper.pager import PagedShard
 
 logger = logging.getLogger(__name__)
-
-PASS_TIMEOUT = 60.0
-"""Seconds within which a segment, and whatever the leader was asked, must end."""
-
-
-class _Followed:
-    """One model of a follower."""
-
-    def __init__(self, model: ModelRunnerProtocol, shard: PagedShard, blocks: FollowedBlocks) -> None:
-        self.model = model
-        self.shard = shard
-        self.blocks = blocks
-        self.device = torch.device(blocks.region.device)
-        self.kv = model.kv_cache(blocks.region)
-        self._copies = KvCopies(blocks.region, KV_BLOCK_TOKENS * model.kv_bytes_per_token)
-        self.kept: dict[int, torch.Tensor] = {}  # keys and values of suspended requests, by the leader's number
-        self.ends = [extent.end for extent in shard.shard.layers]
-        self.decoder = BatchDecoder()
-        self.streamed: _StreamedPass | None = None  # whose pages are still coming
-        self.question = 0  # the latest that the leader has asked
-
-    def run(self, batch: StepBatch, gate: PageGate, tokens: torch.Tensor | None) -> None:
-        with on_pass_stream(self.device):
-            self.model.forward(batch, self.kv, gate, tokens)
-
-    def keep(self, number: int, blocks: Sequence[int]) -> None:
-        with on_pass_stream(self.device):
-            self.kept[number] = self._copies.out(blocks)
-
-    def restore(self, number: int, blocks: Sequence[int]) -> None:
-        with on_pass_stream(self.device):
-            self._copies.back(self.kept.pop(number), blocks)
-
-    def check(self, nbytes: int) -> None:
-        """The gate of a layer that the leader has granted."""
-        if not self.shard.is_ready(nbytes):
-            raise WorkerError(f"The leader has {self.model.name} run on pages that are not in.")
-
-
-class _StreamedPass:
-    """A pass in a thread of its own, which waits at the end of each segment."""
-
-    def __init__(
-        self, followed: _Followed, batch: StepBatch, tokens: torch.Tensor | None, is_first: bool, threads: int
-    ) -> None:
-        self._followed = followed
-        self._is_first = is_first  # of the stages: the others wait for everything
-        self._changed = threading.Condition()
-        self._limit: int | None = 0
-        self._waiting = False
-        self._given_up = False
-        self._error: Exception | None = None
-        self.ended = False
-        self._thread = threading.Thread(
-            target=self._run, args=(batch, tokens, threads), name=f"pass of {followed.model.name}", daemon=True
-        )
-
-    def go_on(self, limit: int | None) -> None:
-        """Let it run as far as unit `limit` (None: to its end), and return when it is there. Raises what it raises."""
-        with self._changed:
-            self._limit, self._waiting = limit, False
-            if self._thread.ident is None:
-                self._thread.start()
-            self._changed.notify_all()
-            self._await(lambda: self._waiting or self.ended)
-
-    def give_up(self) -> None:
-        """End it where it waits, and return when it has ended."""
-        self.abandon()
-        with self._changed:
-            self._await(lambda: self.ended)
-
-    def abandon(self) -> None:
-        with self._changed:
-            self._given_up = True
-            self._changed.notify_all()
-
-    def _await(self, condition: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(condition, PASS_TIMEOUT):
-            raise WorkerError(f"A segment of {self._followed.model.name} has not ended for {PASS_TIMEOUT:g} s.")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, batch: StepBatch, tokens: torch.Tensor | None, threads: int) -> None:
-        torch.set_num_threads(threads)
-        error: Exception | None = None
-        try:
-            self._followed.run(batch, self._at_layer, tokens)
-        except PageInAborted:
-            pass  # given up
-        except Exception as caught:  # noqa: BLE001 - for the thread that waits
-            error = caught
-        with self._changed:
-            self._error, self.ended = error, True
-            self._changed.notify_all()
-
-    def _at_layer(self, nbytes: int) -> None:
-        unit = bisect_left(self._followed.ends, nbytes)
-        with self._changed:
-            while not self._is_granted(unit):
-                if self._given_up:
-                    raise PageInAborted("The leader gave the pass up.")
-                self._waiting = True
-                self._changed.notify_all()
-                self._changed.wait()  # whoever lets it go on, or gives it up, bounds this
-        self._followed.check(nbytes)
-
-    def _is_granted(self, unit: int) -> bool:
-        return self._limit is None or (self._is_first and unit < self._limit)
 
 
 class FollowerEngine:
@@ -169,7 +57,7 @@ class FollowerEngine:
         self.steps = 0
         self._numbers = count(1)
         self._changed = threading.Condition()  # guards everything below
-        self._models: dict[str, _Followed] = {}
+        self._models: dict[str, Followed] = {}
         # What was said of models that are not here yet:
         self._questions: dict[str, tuple[int, int, bool]] = {}
         self._blocks: dict[str, set[int]] = {}  # taken
@@ -188,7 +76,7 @@ class FollowerEngine:
         blocks = FollowedBlocks(
             self._pool, model.kv_bytes_per_token, kv_blocks(model.context_length) * self._max_batch_sequences
         )
-        followed = _Followed(model, shard, blocks)
+        followed = Followed(model, shard, blocks)
         # Pages that go were published as gone before: nothing that the leader is told from now on is about them.
         self._pool.guard(shard.region, lambda: self._settle(model.name))
         self._pool.guard(blocks.region, lambda: self._synchronize(blocks.region.device))
@@ -257,7 +145,7 @@ class FollowerEngine:
         for name in list(self._models):
             self.remove(name, timeout)
 
-    def _model(self, name: str) -> _Followed:
+    def _model(self, name: str) -> Followed:
         with self._changed:
             return self._models[name]
 
@@ -337,17 +225,17 @@ class FollowerEngine:
             elif left := self._blocks.pop(name, set()).difference(returned).union(taken):
                 self._blocks[name] = left
 
-    def _find(self, name: str) -> _Followed | None:
+    def _find(self, name: str) -> Followed | None:
         with self._changed:
             return self._models.get(name)
 
-    def _led(self, name: str) -> _Followed:
+    def _led(self, name: str) -> Followed:
         followed = self._find(name)
         if followed is None:
             raise WorkerError(f"The leader runs {name}, which this rank does not have.")
         return followed
 
-    def _compute(self, run: Callable[..., None], followed: _Followed, *arguments: Any) -> None:
+    def _compute(self, run: Callable[..., None], followed: Followed, *arguments: Any) -> None:
         began = time.perf_counter()
         with self._changed:
             self._computing = True
@@ -364,7 +252,7 @@ class FollowerEngine:
                 self._computing = False
                 self._changed.notify_all()
 
-    def _begin(self, followed: _Followed, code: list[Any], limit: int | None, is_ahead: bool) -> None:
+    def _begin(self, followed: Followed, code: list[Any], limit: int | None, is_ahead: bool) -> None:
         batch, is_first = followed.decoder.decode(code), self._mesh.rank.is_first
         tokens = None
         if is_ahead and is_first:  # later stages look at none
@@ -374,10 +262,10 @@ class FollowerEngine:
             followed.run(batch, followed.check, tokens)
             self._ended(followed)
         else:
-            followed.streamed = _StreamedPass(followed, batch, tokens, is_first, self._compute_threads)
+            followed.streamed = StreamedPass(followed, batch, tokens, is_first, self._compute_threads)
             self._continue(followed, limit)
 
-    def _continue(self, followed: _Followed, limit: int | None) -> None:
+    def _continue(self, followed: Followed, limit: int | None) -> None:
         streamed = followed.streamed
         if streamed is None:
             raise WorkerError(f"The leader goes on with a pass of {followed.model.name} that was not begun.")
@@ -386,7 +274,7 @@ class FollowerEngine:
             followed.streamed = None
             self._ended(followed)
 
-    def _ended(self, followed: _Followed) -> None:
+    def _ended(self, followed: Followed) -> None:
         """A pass has run to its end."""
         self.steps += 1
         if self.recorder.on:
@@ -408,7 +296,7 @@ class FollowerEngine:
                 return
         self._answer_later(followed, number, unit, is_last)
 
-    def _answer_later(self, followed: _Followed, number: int, unit: int, is_last: bool) -> None:
+    def _answer_later(self, followed: Followed, number: int, unit: int, is_last: bool) -> None:
         followed.question = number
         followed.shard.wake()  # whoever waits to answer an earlier question need not any more
         threading.Thread(
@@ -418,7 +306,7 @@ class FollowerEngine:
             daemon=True,
         ).start()
 
-    def _answer(self, followed: _Followed, number: int, unit: int, is_last: bool) -> None:
+    def _answer(self, followed: Followed, number: int, unit: int, is_last: bool) -> None:
         """Say how far a model's pages are in, as soon as that is beyond the unit that was asked for."""
         is_first = self._mesh.rank.is_first
         needed = followed.ends[-1] if is_last else followed.ends[unit] if is_first else 0

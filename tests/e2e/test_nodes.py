@@ -1,4 +1,5 @@
-"""Groups on several nodes: a node that joins late is used, one that dies takes its groups along, and may return."""
+"""Groups on several nodes: a node that joins late is used, one that dies takes its groups along, and may return; a hot
+model is on both."""
 
 from __future__ import annotations
 
@@ -42,13 +43,15 @@ def groups(client: Client) -> dict[str, dict[str, Any]]:
 
 
 def test_a_node_joins_late_dies_and_returns(store: Path, head: Node, tmp_path: Path) -> None:
-    """Scenario 20. Each group holds one model with its KV, so what is pinned on one sends others elsewhere."""
+    """Scenario 20. Each group holds one model with the KV of one request, so what is pinned on one sends others
+    elsewhere, and whom many ask for is wanted on both."""
     config = {
         "store": str(store),
         "memory": {"pool": 2 * PAGE, "page": PAGE},
         "cluster": {
             "ray_address": head.address,
             "compute_threads": 1,
+            "max_batch_sequences": 1,
             "groups": [{"name": "near", "node": head.ip}, {"name": "far", "node": "127.0.0.12"}],
         },
     }
@@ -76,5 +79,10 @@ def test_a_node_joins_late_dies_and_returns(store: Path, head: Node, tmp_path: P
             far.start()
             client.until(lambda: groups(client)["far"]["state"] == "up", PATIENCE)
             assert groups(client)["far"]["restarts"] == 1
-            client.text("b", max_tokens=4)
+            client.text("b", max_tokens=TOKENS // 4)
             assert client.models()["b"]["group"] == "far"
+
+            client.post("/admin/models/a/unpin").raise_for_status()
+            answers = [client.start("b", max_tokens=TOKENS // 4) for _ in range(6)]
+            client.until(lambda: [place["running"] for place in client.models()["b"]["places"]] == [1, 1])
+            assert len({answer.result(PATIENCE).json()["choices"][0]["text"] for answer in answers}) == 1

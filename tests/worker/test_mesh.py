@@ -199,7 +199,7 @@ def test_suspended_requests_go_on_with_what_every_rank_has_kept(
     house.page_in(image)
     house.run_ahead(name)
     for number, one in enumerate(("first", "dropped", "second")):
-        house.serve(one, name, PROMPTS[number], 200)
+        house.serve(one, name, PROMPTS[number], 120)
     for _ in range(2):
         heard = len(house.heard)
         house.until(lambda heard=heard: len(house.heard) > heard + 6)
@@ -212,7 +212,7 @@ def test_suspended_requests_go_on_with_what_every_rank_has_kept(
         house.page_in(image)
         house.resume(name, suspended.kv_frames)
     for number, one in ((0, "first"), (2, "second")):
-        assert house.tokens(one) == expected("llama", number, length=200)
+        assert house.tokens(one) == expected("llama", number, length=120)
     assert [house.ask(rank, "kept", name) for rank in range(1, house.size)] == [0] * (house.size - 1)
     house.remove(name)
 

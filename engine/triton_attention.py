@@ -90,9 +90,9 @@ def attend(
     decodes, chunks = inputs.decodes, inputs.chunks
     if decodes:
         splits = _splits(decodes * shape.heads)
-        partial = torch.empty(tokens * heads * splits * (value_pad + 2), dtype=torch.float32, device=query.device)
-        sizes = [tokens * heads * splits * value_pad, tokens * heads * splits, tokens * heads * splits]
-        results, highest, total = torch.split(partial, sizes)
+        parts = decodes * heads * splits
+        partial = torch.empty(parts * (value_pad + 2), dtype=torch.float32, device=query.device)
+        results, highest, total = torch.split(partial, [parts * value_pad, parts, parts])
         attend_kernel[(decodes, shape.heads, splits)](
             *head_and_cache,
             inputs.starts, inputs.contexts, inputs.tables, inputs.contexts, inputs.blocks, decodes,

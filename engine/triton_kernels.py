@@ -132,8 +132,8 @@ def attend_kernel(
         highest = new_highest
 
     place = token * (HEADS * GROUP) + query_heads
-    if DECODE:
-        place = place * splits + split
+    if DECODE:  # by the number of the decode: chunks beside it have no partial results
+        place = (sequence.to(tl.int64) * (HEADS * GROUP) + query_heads) * splits + split
         tl.store(partial_max + place, highest, mask=is_row)
         tl.store(partial_sum + place, total, mask=is_row)
         if (end > begin) | (split == 0):
@@ -153,7 +153,7 @@ def combine_kernel(
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Put together what the splits of one decode found for one query head."""
-    place = tl.load(starts + tl.program_id(0)) * HEADS + tl.program_id(1)
+    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split = tl.arange(0, MAX_SPLITS)
     v_d = tl.arange(0, VALUE_PAD)
     highest = tl.load(partial_max + place * splits + split, mask=split < splits, other=float("-inf"))
@@ -169,6 +169,7 @@ def combine_kernel(
         other=0.0,
     )
     result = tl.sum(found * weight[:, None], 0) / whole
+    place = tl.load(starts + tl.program_id(0)) * HEADS + tl.program_id(1)
     tl.store(out + place * VALUE + v_d, result.to(out.dtype.element_ty), mask=v_d < VALUE)
 
 

@@ -94,6 +94,16 @@ def test_contexts_of_very_different_lengths_in_one_pass(tmp_path: Path, architec
     assert largest_difference(random_model(architecture, **config).to(DEVICE), sequences) < 4 * TOLERANCE
 
 
+def test_a_decode_beside_a_long_chunk_takes_no_memory_for_each_of_its_tokens(tmp_path: Path) -> None:
+    """Partial results are kept of decodes alone: for all tokens of the pass they would be 37 MB here."""
+    sequences = Sequences(bound(tmp_path, "llama", max_position_embeddings=4096), random_prompts(2000, 20), blocks=140)
+    sequences.step({1: 19})
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sequences.step({1: 1, 0: 2000})
+    assert torch.cuda.max_memory_allocated() - before < 24 << 20
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(8, 8, 64), (14, 2, 80), (9, 3, 64), (16, 1, 128)])
 def test_head_counts_and_widths_of_real_models(tmp_path: Path, heads: int, kv_heads: int, width: int) -> None:
     config = {

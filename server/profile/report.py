@@ -206,11 +206,13 @@ def _accounts(profile: Profile) -> Iterator[str]:
             ("frame pool", memory.pool, "all frames: they are taken once, and none is given back"),
             ("torch", memory.reserved, f"reserved by its allocator, {size(memory.activations or 0)} of it in use"),
         ]
-        beside = "pool and torch, and contexts, libraries, kernels and {} of recorded decodes beside them: {}"
-        for who, nbytes in (("CUDA", memory.device), ("NVML", memory.nvml)):
-            if nbytes is not None:
-                rest = size(nbytes - memory.pool - memory.reserved)
-                found.append((f"GPU, by {who}", nbytes, beside.format(size(memory.graphs or 0), rest)))
+        if memory.device is not None:
+            beside = size(memory.device - memory.pool - memory.reserved)
+            what = f"pool and torch, and {beside} of contexts, libraries, kernels, and recorded decodes"
+            found.append(("GPU, by CUDA", memory.device, f"{what} ({size(memory.graphs or 0)})"))
+            if memory.nvml is not None:
+                kept = size(memory.nvml - memory.device)
+                found.append(("GPU, by NVML", memory.nvml, f"the same, and {kept} that the driver keeps for itself"))
     yield "<h3>Memory, by who counts it</h3><table>"
     for name, nbytes, what in found:
         yield f'<tr><td>{name}</td><td>{size(nbytes)}</td><td style="text-align: left">{what}</td></tr>'

@@ -48,7 +48,7 @@ def test_memory_of_a_gpu_is_told_as_each_counts_it_and_what_lies_between() -> No
     )  # fmt: skip
     points = tuple(point(batch, 64).model_copy(update={"memory": memory, "joules": 1.25}) for batch in (1, 2))
     html = page([profile(*points).model_copy(update={"device": "cuda:0"})])
-    for wanted in ("500 MB of it in use", "250 MB of recorded decodes beside them: 3 GB", ": 4 GB", "1.25", "Energy"):
+    for wanted in ("500 MB of it in use", "and 3 GB of contexts", "(250 MB)", "and 1 GB that", "1.25", "Energy"):
         assert wanted in html
     assert "no GPU" not in html
     assert "no GPU" in page([full()]), "so that nobody looks for it"

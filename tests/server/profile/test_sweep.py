@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from server.profile import sweep as module
+from server.profile.measure import Batch
 from server.profile.sweep import Place, Plan, Sweep
 from tests.server.profile.test_document import point
 
@@ -69,3 +70,24 @@ def test_the_first_answer_lasts_until_the_last_prompt_has_begun(sequences: int, 
 def test_a_point_without_a_whole_step_says_what_to_do() -> None:
     assert "20.00 ms a step" in module._line(point(1, 16, by_token=0.0))
     assert "more --output-tokens" in module._line(point(1, 16).model_copy(update={"decode": None}))
+
+
+def test_collectives_are_counted_in_the_steps_of_the_whole_batch_on_average() -> None:
+    def a_pass(at: float, decoded: int, prefilled: int = 0) -> dict[str, Any]:
+        return {"name": "pass", "at": at, "seconds": 1.0, "decoded": decoded, "prefilled": prefilled}
+
+    def reduced(at: float) -> dict[str, Any]:
+        return {"name": "all_reduce", "at": at, "seconds": 0.25}
+
+    spans = [
+        a_pass(0.0, 0, 9),
+        reduced(0.5),
+        a_pass(1.0, 2),
+        a_pass(2.0, 2),
+        reduced(2.1),
+        reduced(2.2),
+        a_pass(3.0, 1),
+    ]
+    ran = Batch((), 4.0, ({"spans": spans},))
+    assert module._seconds_in_steps(ran, "all_reduce", 2) == 0.25, "both of the second step, one of them launched ahead"
+    assert module._seconds_in_steps(ran, "all_gather", 2) is None, "nobody saw one"

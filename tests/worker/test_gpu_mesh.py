@@ -10,7 +10,7 @@ import pytest
 
 from tests.swapper.gpu import needs_two_gpus
 from tests.worker.mesh_house import MeshHouse
-from tests.worker.test_mesh import LENGTH, PROMPTS, check_answers, expected, lives, packed
+from tests.worker.test_mesh import LENGTH, PROMPTS, check_answers, check_suspension, expected, lives, packed
 
 pytestmark = needs_two_gpus
 
@@ -25,7 +25,9 @@ def mesh(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def house(mesh: tuple[int, int]) -> Iterator[MeshHouse]:
-    house = MeshHouse(*mesh, frames=64, device="cuda", max_batch_tokens=24, max_batch_sequences=4)
+    house = MeshHouse(
+        *mesh, frames=64, device="cuda", max_batch_tokens=24, max_batch_sequences=4, suspended_bytes=1 << 20
+    )
     yield house
     house.check_frames()
     house.close()
@@ -77,6 +79,12 @@ def test_a_pass_waits_for_the_slowest_rank_and_others_decode_meanwhile(
     assert house.tokens("long")[:LENGTH] == expected("llama", 0)
     for image in (warm, cold):
         house.remove(image.manifest.model)
+
+
+def test_suspended_requests_go_on_with_what_every_rank_has_kept(
+    house: MeshHouse, mesh: tuple[int, int], tmp_path: Path
+) -> None:
+    check_suspension(house, packed(tmp_path, "llama", *mesh), 200)
 
 
 def test_the_step_of_a_small_model_is_told(house: MeshHouse, mesh: tuple[int, int], tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ LARGE = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8}  
 
 
 @cache
-def expected(architecture: str, number: int, large: bool = False, length: int = LENGTH) -> tuple[int, ...]:
+def expected(architecture: str, number: int, large: bool = False) -> tuple[int, ...]:
     """What transformers answers on one process."""
     with torch.inference_mode():
-        return generate(_reference(architecture, large), PROMPTS[number], length)
+        return generate(_reference(architecture, large), PROMPTS[number], LENGTH)
 
 
 @cache
@@ -192,27 +192,34 @@ def test_a_page_in_that_fails_on_one_rank_is_undone_on_all_and_tried_again(
 def test_suspended_requests_go_on_with_what_every_rank_has_kept(
     house: MeshHouse, mesh: tuple[int, int], images: Path
 ) -> None:
-    """Whatever has become of pages and blocks meanwhile; and who is cancelled meanwhile leaves nothing anywhere."""
-    image = packed(images, "llama", *mesh)
+    check_suspension(house, packed(images, "llama", *mesh), 120)
+
+
+def check_suspension(house: MeshHouse, image: Image, length: int) -> None:
+    """Answers are the same whatever has become of pages and blocks meanwhile; whoever is cancelled meanwhile leaves
+    nothing on any rank."""
     name = image.manifest.model
     house.add(image)
     house.page_in(image)
     house.run_ahead(name)
-    for number, one in enumerate(("first", "dropped", "second")):
-        house.serve(one, name, PROMPTS[number], 120)
+    whole, disturbed = ([f"{name} {when} {number}" for number in range(3)] for when in ("whole", "disturbed"))
+    for number, one in enumerate(whole):
+        house.serve(one, name, PROMPTS[number], length)
+    answers = [house.tokens(one) for one in whole]
+    for number, one in enumerate(disturbed):
+        house.serve(one, name, PROMPTS[number], length)
     for _ in range(2):
         heard = len(house.heard)
         house.until(lambda heard=heard: len(house.heard) > heard + 6)
         suspended = house.suspend(name)
         assert suspended.kept_bytes > 0
         assert suspended.lost_tokens == 0
-        house.post(Cancel("dropped"))
+        house.post(Cancel(disturbed[1]))
         house.page_out(name)
         house.check_frames()
         house.page_in(image)
         house.resume(name, suspended.kv_frames)
-    for number, one in ((0, "first"), (2, "second")):
-        assert house.tokens(one) == expected("llama", number, length=120)
+    assert [house.tokens(one) for one in (disturbed[0], disturbed[2])] == [answers[0], answers[2]]
     assert [house.ask(rank, "kept", name) for rank in range(1, house.size)] == [0] * (house.size - 1)
     house.remove(name)
 

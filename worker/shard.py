@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,14 +56,13 @@ from worker.protocol import (
     Suspend,
     WorkerSpec,
 )
+from worker.recordings import Recordings
 from worker.report_log import ReportLog
 from worker.slot import BindEnded, Bound, ModelSlot, PageInEnded
-from worker.torch_profile import TorchProfile
 
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.follower import FollowerEngine
-    from engine.mesh import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +102,10 @@ class Shard:
         self._rehearse = rehearse
         self._log = ReportLog()
         self._engine = make_engine(self._log.append)
+        self._recordings = Recordings(self._engine)
         self._pager = Pager(
             pool, reader, tier=tier, peers=peers, depth=depth, run=run, verify=spec.verify, quiesce=self._quiesce
         )
-        self._moved_before: Traffic | None = None  # when the recording began
-        self._torch_profile: TorchProfile | None = None
         self._slots: dict[str, ModelSlot] = {}
         self._inbox: Inbox[Command | PageInEnded | BindEnded] = Inbox()
         self._binder = ThreadPoolExecutor(1, thread_name_prefix="bind")
@@ -129,21 +126,10 @@ class Shard:
 
     def record(self, on: bool, torch_profiler: TorchProfiler = "off") -> Recording | None:
         """Begin a recording, or end it: then what it has. Torch's own profiler runs beside it if asked for."""
-        recorder, traffic = self._engine.recorder, self._engine.traffic
-        profile, self._torch_profile = self._torch_profile, None
-        trace, kernels = profile.end() if profile is not None else (b"", ())
         if on:
-            self._moved_before = None if traffic is None else traffic.copy()
-            recorder.begin()
-            self._torch_profile = TorchProfile(torch_profiler) if torch_profiler != "off" else None
+            self._recordings.begin(torch_profiler)
             return None
-        recording = recorder.end()
-        recording = replace(recording, spans=(*recording.spans, *kernels), torch_trace=trace)
-        before, self._moved_before = self._moved_before, None
-        if traffic is None or before is None:
-            return recording
-        kinds = traffic.since(before).kinds
-        return replace(recording, moved={kind: (its.calls, its.nbytes) for kind, its in kinds.items()})
+        return self._recordings.end()
 
     def close(self) -> None:
         """Stop; what runs is dropped without a word, and all frames are given back."""

@@ -64,6 +64,8 @@ def kv_room(state: State, model: Model) -> KvRoom | None:
 
 def never_fits(state: State, model: Model, kv_frames: int) -> bool:
     """Whether waiting is in vain. While no group of the right shape is known, there is hope."""
+    if model.most_pages + kv_frames <= state.shape(model).sizes.largest_unpinned:
+        return False
     room = kv_room(state, model)
     return room is not None and room.now < kv_frames
 

@@ -9,7 +9,7 @@ arrive in time. A link that nobody waits for brings in ahead what may be wanted 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scheduler.core.ahead import bring_ahead
 from scheduler.core.fitting import can_hold
@@ -51,17 +51,24 @@ class GroupPlan:
         refresh(state, group)
         if group.wanted:
             self._consider_all()
+        else:
+            self._offer()
         if group.busy:
             self._frames.lend_kv()
-        if not group.wanted:
-            self._offer()
         if group.outstanding == 0 and state.now >= group.prefetch_at and not self._frames.are_coming:
             bring_ahead(state, group, self._frames)
         state.shapes[group.mesh].rank(group)
 
     def _consider_all(self) -> None:
         group, state = self._group, self._state
-        for demand in self._in_order():
+        only = group.wanted.only
+        if only is not None:
+            group.wanted.untold.clear()
+            waits_for_link = group.is_reading and not only.want.is_in and state.now < only.want.due
+            order: Iterable[Demand] = () if waits_for_link else (only,)
+        else:
+            order = self._in_order()
+        for demand in order:
             if not self._consider(demand.want) and self._policy.tick:
                 group.asleep_until = state.now + self._policy.tick
                 state.wake_group(group, group.asleep_until)
@@ -72,9 +79,6 @@ class GroupPlan:
     def _in_order(self) -> Iterator[Demand]:
         """All that there is something to do for. Who waits for the link has its turn when an extent is in."""
         wanted, now = self._group.wanted, self._state.now
-        if len(wanted) == len(wanted.inside) == 1:
-            yield from wanted.inside.values()
-            return
         inside = sorted(wanted.inside.values(), key=lambda demand: demand.key(now), reverse=True)
         for demand in wanted.coming.ordered(now):
             while inside and inside[-1].key(now) < demand.key(now):

@@ -57,8 +57,10 @@ class Wanted:
     def touch_sharing(self) -> None:
         self._stale |= self.sharing
 
-    def is_stale(self, now: float) -> bool:
-        return bool(self._stale) or self.again_at <= now
+    @property
+    def only(self) -> Demand | None:
+        """The one demand, if there is no other."""
+        return next(iter(self._demands.values())) if len(self._demands) == 1 else None
 
     def stale(self, now: float) -> list[str]:
         """Those to be looked at anew, once."""
@@ -73,6 +75,8 @@ class Wanted:
                 self._stale[name] = None
             else:
                 self._look_again(demand)
+        if not self._stale:
+            return []
         names = list(self._stale)
         self._stale.clear()
         return names

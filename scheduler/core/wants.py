@@ -11,8 +11,6 @@ from scheduler.policy.view import Want
 def refresh(state: State, group: Group) -> None:
     """Bring the group's demands up to date."""
     wanted, now = group.wanted, state.now
-    if not wanted.is_stale(now):
-        return
     for name in wanted.stale(now):
         want = want_of(state, group, name)
         if want is None:

@@ -169,7 +169,8 @@ def suspended(state: State, event: Suspended) -> None:
         state.groups[event.group].version += 1
         state.groups[event.group].wanted.touch(event.model)
         state.touch(placement)
-        placement.kv_suspended = max(event.kv_frames, placement.least_kv)
+        # A batch may have begun more than it had blocks for: it goes on with as much as it had, the oldest first.
+        placement.kv_suspended = max(min(event.kv_frames, placement.kv_suspended), placement.least_kv)
         placement.suspended_at, placement.number_suspended = state.now, state.next_number()
         refuse_suspended(state, state.models[event.model], placement)
 

@@ -299,6 +299,7 @@ class State:
 
     def suspend(self, placement: Placement) -> None:
         placement.activity = Activity.SUSPENDING
+        placement.kv_suspended = placement.kv.reserved
         placement.activity_epoch = epoch = self.next_epoch()
         placement.kv.wanted = 0
         self._account_grant(placement, 0, epoch)

@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "what goes on gets less KV than it had",
         "scheduler.core.completions",
-        "placement.kv_suspended = max(event.kv_frames, placement.least_kv)",
+        "placement.kv_suspended = max(min(event.kv_frames, placement.kv_suspended), placement.least_kv)",
         "placement.kv_suspended = placement.least_kv",
     ),
     Mutant(

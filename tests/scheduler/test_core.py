@@ -555,6 +555,22 @@ def test_what_is_suspended_and_cannot_go_on_beside_a_pin_that_came_meanwhile_is_
     assert [(fail.id, fail.reason) for fail in failed] == [("a", "no_memory")]
 
 
+def test_what_is_suspended_goes_on_though_there_is_not_memory_for_all_that_had_begun() -> None:
+    """A batch may have begun more than it had blocks for: those it preempted wait for them still."""
+    desk = Desk(replace(CONFIG, time_slice=1.0), g=6)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5))
+    for request in ("a1", "a2"):
+        desk.answer(desk.arrive(request, "A", kv=2))
+    desk.arrive("b", "B")
+    [suspend] = [action for second in range(1, 9) for action in only(desk.at(float(second)), act.Suspend)]
+    said = desk.answer(desk.send(ev.Suspended(8.0, "g", "A", suspend.epoch, kv_frames=5)))
+    assert not only(said, act.Fail)
+    assert only(said, act.Serve) == [act.Serve("b", "g")]
+    [resume] = only(desk.finish("b"), act.Resume)
+    assert resume.kv_frames == 2, "as much as it had"
+
+
 def test_who_finds_the_queue_full_is_told_when_as_many_as_wait_will_have_been_served() -> None:
     """By what the model's own requests take, and what brings it in: others may be a hundred times as quick."""
     desk = Desk(replace(CONFIG, max_queue=6, max_running=2), slow=3, quick=(3, 2))

@@ -103,18 +103,19 @@ class Frames:
         else:
             worth = state.policy.worth_at(want, holders, now)
             ask_at = want.due if worth is None or worth <= now else min(worth, want.due)
-            self.wait(want, lacking, ask_at)
+            is_nothing_left = self._is_nothing_left(want, holders, surplus)
+            self.wait(want, lacking, ask_at, is_nothing_left)
             state.wake_group(self._group, ask_at)
-            self.are_spoken_for = self.are_spoken_for or self._is_nothing_left(want, holders, surplus)
+            self.are_spoken_for = self.are_spoken_for or is_nothing_left
         return False
 
-    def wait(self, want: Want, lacking: Sequence[int], ask_at: float) -> None:
+    def wait(self, want: Want, lacking: Sequence[int], ask_at: float, is_nothing_left: bool) -> None:
         """Nothing to try again before `ask_at`, unless something changes, or another group offers itself."""
         group, state = self._group, self._state
         if want.model not in group.in_vain:
             message = "It lacks {} frames on {}, where models are busy or worth keeping."
             state.explain(state.models[want.model], "waiting", message, max(lacking), group.name)
-        group.in_vain[want.model] = Vain(group.version, want.queue, ask_at)
+        group.in_vain[want.model] = Vain(group.version, want.queue, ask_at, is_nothing_left)
         state.shapes[group.mesh].stalled[want.model] = None
 
     def _is_in_vain(self, want: Want) -> bool:
@@ -125,6 +126,7 @@ class Frames:
         if self._state.now >= vain.ask_at:
             return False
         self._state.wake_group(self._group, vain.ask_at)
+        self.are_spoken_for = self.are_spoken_for or vain.is_nothing_left
         return True
 
     def _is_nothing_left(self, want: Want, holders: Sequence[Holder], surplus: Sequence[tuple[Placement, int]]) -> bool:

@@ -25,6 +25,7 @@ class Vain(NamedTuple):
     version: int
     queue: int
     ask_at: float
+    is_nothing_left: bool  # for nobody, whatever went for it
 
 
 @dataclass(slots=True)

@@ -99,11 +99,8 @@ class GroupPlan:
         for demand in group.wanted.untold.values():
             model = state.models[demand.want.model]
             if state.now < demand.want.due:
-                self._frames.wait(
-                    demand.want,
-                    state.lacking(group, model, group.placements.get(model.spec.name), model.pages),
-                    state.now,
-                )
+                lacking = state.lacking(group, model, group.placements.get(model.spec.name), model.pages)
+                self._frames.wait(demand.want, lacking, state.now, True)
         group.wanted.untold.clear()
         change = group.wanted.next_change()
         if change is not None:

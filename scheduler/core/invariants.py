@@ -91,6 +91,7 @@ def _check_wants(state: State) -> None:
     """What is remembered of a demand is what looking anew would find, unless it is known to be out of date."""
     for group in state.groups.values():
         wanted = group.wanted
+        assert set(wanted) == {name for name, model in state.models.items() if group.name in model.targets}, group.name
         for name, demand in wanted.settled():
             seen, model = want_of(state, group, name), state.models[name]
             if model.page_seconds is None or model.run_seconds is None:

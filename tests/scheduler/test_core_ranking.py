@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.core.group import Group, Shape
+from scheduler.core.ledger import Ledger
 from scheduler.core.ranking import Demand, Ranking
+from scheduler.core.wanted import Wanted
 from scheduler.policy.view import Rank, Want
 
 Step = tuple[int, int, int, int, float]
@@ -48,3 +51,21 @@ def test_who_waits_with_more_overtakes_though_nothing_else_happens() -> None:
     ranking.put(many, 0.0)
     assert next(ranking.ordered(0.5)) is one
     assert next(ranking.ordered(1.5)) is many
+
+
+def test_what_is_out_of_date_is_swept() -> None:
+    """A daemon decides for months: places and moments that were noted and are not true any more must go."""
+    shape, wanted = Shape(), Wanted()
+    for name in "abcde":
+        shape.groups[name] = Group(name, 1, Ledger(1, 100))
+    wanted.add("m")
+    for turn in range(1000):
+        group = shape.groups["abcde"[turn % 5]]
+        group.ledger.set_kv("m", turn * 7 % 90)
+        shape.rank(group)
+        assert shape.freest(1) == [
+            max(shape.groups.values(), key=lambda each: (each.ledger.least_free, -ord(each.name)))
+        ]
+        wanted.put("m", Want("m", 1, 0.0, 0.0, 1, 1, 0.0, 1.0, 1.0), Rank((0,), 0.0, until=2000.0 - turn), False, 0.0)
+    assert len(shape._heap) < 50
+    assert len(wanted._again) < 50

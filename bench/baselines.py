@@ -1,10 +1,15 @@
-"""Computron's scheduler, with the words of our core, so that the simulator can drive it: baseline (a), frozen.
+"""Baselines with the words of our core, so that the simulator can drive them. Frozen.
 
-Its policy and its mechanism: every 10 ms it looks at the model whose oldest request has waited longest. If that model
-is in and the processor takes a batch, the batch goes; if it is absent, the model that was used least recently and
-has nothing running goes out, whole, and the absent one comes in, whole; if none can go, or the model is still coming
-in, nothing happens in this tick. A model answers once all of it is in (`Simulator(streaming=False)`). Swapping out
-costs nothing here, which is kind to it.
+(a) Computron's scheduler, its policy and its mechanism: every 10 ms it looks at the model whose oldest request has
+waited longest. If that model is in and the processor takes a batch, the batch goes; if it is absent, the model that was
+used least recently and has nothing running goes out, whole, and the absent one comes in, whole; if none can go, or the
+model is still coming in, nothing happens in this tick. A model answers once all of it is in
+(`Simulator(streaming=False)`). Swapping out costs nothing here, which is kind to it.
+
+(b), plain: least recently used with our mechanism, and nothing else of ours. The link and the processor work side by
+side and wait for no tick; a model answers while it comes in, and who comes meanwhile joins; no more goes than is
+needed, which is a whole model here, as all are of one size. Link and processor each take the oldest request first, and
+what was used least recently goes, though requests wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class ComputronCore:
             case events.Arrived():
                 self._queues[event.model].append((event.at, event.request))
             case events.PagedIn():
-                self._loaded[event.model] = True
+                self._loaded[event.model] = event.last == self._pages[event.model]
             case events.Finished():
                 del self._running[event.request]
             case events.Tick():
@@ -65,9 +70,12 @@ class ComputronCore:
             return self._swap_in(model)
         if not self._loaded[model] or self._running:
             return []
+        return self._serve(model)
+
+    def _serve(self, model: str) -> list[actions.Action]:
         self._loaded.move_to_end(model)
-        queue = self._queues[model]
-        batch = [queue.popleft()[1] for _ in range(min(len(queue), self._max_batch))]
+        queue, room = self._queues[model], self._max_batch - list(self._running.values()).count(model)
+        batch = [queue.popleft()[1] for _ in range(min(len(queue), room))]
         self._running |= dict.fromkeys(batch, model)
         return [actions.Serve(request, self._group) for request in batch]
 
@@ -81,8 +89,37 @@ class ComputronCore:
             del self._loaded[victim]
             swaps.append(actions.PageOut(self._group, victim, 0, self._next_epoch()))
         self._loaded[model] = False
-        return [*swaps, actions.PageIn(self._group, model, 0, self._pages[model], self._next_epoch())]
+        return [*swaps, *self._page_in(model, self._pages[model])]
+
+    def _page_in(self, model: str, pages: int) -> list[actions.Action]:
+        return [actions.PageIn(self._group, model, 0, pages, self._next_epoch())]
 
     def _next_epoch(self) -> int:
         self._epoch += 1
         return self._epoch
+
+
+class PlainLruCore(ComputronCore):
+    """One page-in at a time, and of complete models one batch at a time."""
+
+    def step(self, event: events.Event) -> Sequence[actions.Action]:
+        super().step(event)
+        if isinstance(event, events.ModelAdded | events.WorkerUp):
+            return []
+        waiting = [model for _, model in sorted((queue[0], model) for model, queue in self._queues.items() if queue)]
+        decided: list[actions.Action] = []
+        absent = next((model for model in waiting if model not in self._loaded), None)
+        if absent is not None and all(self._loaded.values()):
+            decided += self._swap_in(absent)
+        for model in waiting:
+            if model in self._loaded and not (self._loaded[model] and self._is_taken()):
+                decided += self._serve(model)
+        return decided
+
+    def _page_in(self, model: str, pages: int) -> list[actions.Action]:
+        """Page by page, each of which lets the pass go on."""
+        return [actions.PageIn(self._group, model, page, page + 1, self._next_epoch()) for page in range(pages)]
+
+    def _is_taken(self) -> bool:
+        """Whether the processor has a batch of a complete model."""
+        return any(self._loaded[model] for model in self._running.values())

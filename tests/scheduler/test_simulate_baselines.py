@@ -1,11 +1,11 @@
-"""Computron's scheduler, as the baseline of the benches: its ticks, its order, its whole models."""
+"""The baselines of the benches: Computron's ticks, order and whole models; plain least recently used."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.baselines import TICK
-from bench.policies import EXECUTE, SWAP_IN, Setting, run
+from bench.policies import EXECUTE, PAGES, SWAP_IN, Setting, run
 from tests.scheduler.test_simulate import asked
 
 SETTING = Setting((1, 1, 1), 1.0)  # two of three models fit
@@ -26,3 +26,17 @@ def test_nobody_else_is_served_while_the_oldest_waits_for_its_model() -> None:
     figures = run(SETTING, "a", asked((0.0, "model0"), (1.0, "model1"), (1.1, "model0")))
     assert figures["longest"] == pytest.approx(SWAP_IN + EXECUTE, abs=2 * TICK)
     assert figures["p50"] == pytest.approx(0.48 - 0.1 + EXECUTE + EXECUTE, abs=0.07)
+
+
+def test_plain_least_recently_used_answers_while_the_model_comes_in_and_at_once_who_is_in() -> None:
+    """Without ticks; the last page's share of a pass is all that is left to run when it is in."""
+    figures = run(SETTING, "plain", asked((0.003, "model0"), (1.0, "model1"), (1.1, "model0")))
+    assert figures["longest"] == pytest.approx(SWAP_IN + EXECUTE / PAGES, abs=1e-4)
+    assert figures["mean"] == pytest.approx((2 * figures["longest"] + EXECUTE) / 3, abs=EXECUTE / PAGES)
+
+
+def test_plain_least_recently_used_takes_a_model_for_which_requests_wait() -> None:
+    """model1 waits for the processor, which model0 has, when model2 takes its memory."""
+    order = asked((0.0, "model1"), (0.6, "model0"), (1.2, "model0"), (1.21, "model1"), (1.22, "model2"))
+    assert run(SETTING, "plain", order)["page_ins"] == 4
+    assert run(SETTING, "lru", order)["page_ins"] == 3  # the core has served it, and what is served keeps its pages

@@ -8,17 +8,21 @@ take no more work, and are suspended if they take long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from scheduler.core.fitting import can_hold
 from scheduler.core.group import Group, Vain
-from scheduler.core.measured import load_seconds, run_seconds
+from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
 from scheduler.core.model import Model
 from scheduler.core.placement import Activity, Placement
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 from scheduler.policy.tails import make_room, who_must_drain
 from scheduler.policy.view import Holder, Memory, Want
+
+SOON_IDLE = 4.0
+"""Runs. What has run for so many of its usual runs may run on for long: nobody counts on its end."""
 
 LONG_RUN = 0.5
 """Seconds. What is expected to be done sooner is waited for rather than suspended."""
@@ -83,7 +87,9 @@ class Frames:
             return False
         memory = self._memory(want.model, lacking)
         holders = self.idle_holders(want.model)
-        victims = state.policy.victims(want, holders, now)
+        busy, busy_until = self._soon_idle(want.model)
+        want = want._replace(rivals=self._group.wanted.waiting_for_link - (not want.is_in))
+        victims = state.policy.victims(want, holders, now, busy)
         room = make_room(memory, victims, state.policy.whole)
         surplus = self._surplus(want.model)
         if room.short <= sum(frames for _, frames in surplus):
@@ -102,7 +108,7 @@ class Frames:
             self.are_spoken_for = self.are_spoken_for or not want.is_in
         else:
             worth = state.policy.worth_at(want, holders, now)
-            ask_at = want.due if worth is None or worth <= now else min(worth, want.due)
+            ask_at = min(want.due, busy_until, worth if worth is not None and worth > now else want.due)
             is_nothing_left = self._is_nothing_left(want, holders, surplus)
             self.wait(want, lacking, ask_at, is_nothing_left)
             state.wake_group(self._group, ask_at)
@@ -176,6 +182,21 @@ class Frames:
             for name, placement in self._group.placements.items()
             if name != besides and placement.can_page_out(now) and name not in pinned
         ]
+
+    def _soon_idle(self, besides: str) -> tuple[list[Holder], float]:
+        """What runs and may be idle before long, and until when that can be expected of all of them."""
+        state, group, found, until = self._state, self._group, [], math.inf
+        for name, placement in group.busy.items():
+            if name == besides or placement.gives_way or name in group.pinned or name in group.wanted:
+                continue
+            model, began = state.models[name], max(placement.turn_began, placement.whole_at)
+            run = run_seconds(state, model)
+            if placement.phase is Phase.LOADING:
+                began, run = state.now, run + remaining_seconds(state, group, model)
+            if state.now < began + SOON_IDLE * run:
+                found.append(self.holder(placement)._replace(run=run))
+                until = min(until, began + SOON_IDLE * run)
+        return found, until
 
     def _memory(self, model: str, lacking: Sequence[int]) -> Memory:
         """The group's memory as this demand sees it."""

@@ -40,6 +40,11 @@ class Wanted:
     def __iter__(self) -> Iterator[str]:
         return iter(self._demands)
 
+    @property
+    def waiting_for_link(self) -> int:
+        """How many are neither in nor coming for good."""
+        return len(self._demands) - len(self.inside)
+
     def load(self, name: str) -> int:
         """Nanoseconds of the link that it counts for in `ahead`."""
         demand = self._demands.get(name)

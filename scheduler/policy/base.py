@@ -29,8 +29,8 @@ class Policy(ABC):
         """Its place among others: who is considered first."""
 
     @abstractmethod
-    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
-        """Idle models whose pages may be taken for `want`, in order."""
+    def victims(self, want: Want, holders: Sequence[Holder], now: float, busy: Sequence[Holder] = ()) -> list[Holder]:
+        """Idle models whose pages may be taken for `want`, in order. Those that are `busy` may be idle before long."""
 
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
         """When to ask again for victims that were not given; None: time alone changes nothing."""

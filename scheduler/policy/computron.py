@@ -18,5 +18,5 @@ class Computron(Policy):
     def rank(self, want: Want, now: float) -> Rank:
         return Rank((0,), want.number)
 
-    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+    def victims(self, want: Want, holders: Sequence[Holder], now: float, busy: Sequence[Holder] = ()) -> list[Holder]:
         return sorted(holders, key=lambda holder: (holder.used, holder.number))

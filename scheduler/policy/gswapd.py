@@ -3,7 +3,8 @@
 - Each extent is a new decision; what has arrived stays. Who comes first is who has most requests waiting, and longest,
   for each second that it takes to bring it in and run it; who has waited past its bound comes before all others.
 - Pages are taken from whom no request waits for, least value first (`history.py`). A model that is worth keeping goes
-  only when those who wait have together waited for longer than its return would cost.
+  only when those who wait have together waited for longer than its return would cost, and not while it would cost less
+  to wait for one that is about to end what it runs.
 - A complete model with requests waiting is never taken, except for one past its bound.
 - An idle link brings in the model that is expected soonest, if it is worth more than what goes for it.
 
@@ -17,16 +18,19 @@ from collections.abc import Sequence
 from scheduler.policy.base import Policy
 from scheduler.policy.view import Holder, Prefetch, Rank, Want
 
-PATIENCE = 2.4
+PATIENCE = 2.0
 """Loads. A next use that is so far away counts for 1/e of one that is now."""
 
-COST_PATIENCE = 0.3
+COST_PATIENCE = 0.6
 """Loads. The same, for whether a reload would be waited for: what is needed later can be brought in ahead."""
+
+MEANWHILE = 0.35
+"""Of its load, that each who comes during a reload waits for: less than half, as they are answered as one batch."""
 
 SHORTEST_PATIENCE = 0.05
 """Seconds."""
 
-STAY = 4.0
+STAY = 2.0
 """How much more another must be wanted for the link to turn to it in the middle of a page-in."""
 
 AGEING = 1.0
@@ -39,7 +43,7 @@ come ever closer to each other would end at a moment that is not later than the 
 PREFETCH_HORIZON = 1.5
 """Loads. What is expected later is not brought in ahead."""
 
-PREFETCH_MARGIN = 0.2
+PREFETCH_MARGIN = 0.35
 """Of value, by which what comes in ahead must exceed what goes for it."""
 
 
@@ -60,15 +64,17 @@ class Gswapd(Policy):
         base = share * (want.arrived / AGEING - want.queue)
         return Rank((2, -want.priority), base, -share * want.waiting / AGEING, until)
 
-    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+    def victims(self, want: Want, holders: Sequence[Holder], now: float, busy: Sequence[Holder] = ()) -> list[Holder]:
         if now < want.due:
-            holders = [holder for holder in holders if self._may_go(holder, want, now)]
+            instead = [self._return_cost(other, want, now) + want.waiting * other.run for other in busy]
+            most = min([want.waited(now), *instead])
+            holders = [h for h in holders if (h.missing if h.is_wanted else self._return_cost(h, want, now) <= most)]
         if len(holders) < 2:
             return list(holders)
         return sorted(holders, key=lambda holder: (holder.is_wanted, *self._order_to_go(holder, now)))
 
     def worth_at(self, want: Want, holders: Sequence[Holder], now: float) -> float | None:
-        costs = [self._return_cost(holder, now) for holder in holders if not holder.is_wanted]
+        costs = [self._return_cost(holder, want, now) for holder in holders if not holder.is_wanted]
         waited = want.waited(now)
         later = [cost for cost in costs if cost > waited]
         return now + max(INSTANT, (min(later) - waited) / want.queue) if later else None
@@ -90,11 +96,6 @@ class Gswapd(Policy):
         victims = [h for h in holders if h.model != best.model and not h.is_wanted and self._worth(h, now) < enough]
         return Prefetch(best.model, sorted(victims, key=lambda h: self._order_to_go(h, now)), min(ask_at))
 
-    def _may_go(self, holder: Holder, want: Want, now: float) -> bool:
-        if holder.is_wanted:
-            return holder.missing > 0.0
-        return want.waited(now) >= self._return_cost(holder, now)
-
     def _order_to_go(self, holder: Holder, now: float) -> tuple[float, float, int]:
         return self._worth(holder, now), holder.used, holder.number
 
@@ -107,10 +108,11 @@ class Gswapd(Policy):
         value = holder.history.value(now, max(SHORTEST_PATIENCE, PATIENCE * holder.load))
         return value * 2.0**holder.priority / (2 if holder.is_copy else 1)
 
-    def _return_cost(self, holder: Holder, now: float) -> float:
-        """Seconds that will be waited for it if it goes: for its load, by all who come meanwhile."""
+    def _return_cost(self, holder: Holder, want: Want, now: float) -> float:
+        """Seconds that will be waited for it if it goes for `want`: for its load, and by those who come meanwhile for
+        that and for the loads of those who wait for the link already."""
         history = holder.history
         if history is None:
             return 0.0
         value = history.value(now, max(SHORTEST_PATIENCE, COST_PATIENCE * holder.load))
-        return value * holder.load * (1.0 + holder.load * history.rate(now) / 2)
+        return value * holder.load * (1.0 + holder.load * history.rate(now) * (MEANWHILE + want.rivals))

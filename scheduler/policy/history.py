@@ -15,7 +15,7 @@ from math import exp, log2
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
 
-DOUBT = 8.0
+DOUBT = 4.0
 """Gaps that are guessed beside those that are remembered, so that the last few of them are not believed too much.
 
 The guess falls with the time since the last request, so that of models of which little is known, the least recently

@@ -14,6 +14,6 @@ class Lru(Policy):
     def rank(self, want: Want, now: float) -> Rank:
         return Rank((0,), want.number)
 
-    def victims(self, want: Want, holders: Sequence[Holder], now: float) -> list[Holder]:
+    def victims(self, want: Want, holders: Sequence[Holder], now: float, busy: Sequence[Holder] = ()) -> list[Holder]:
         idle = [holder for holder in holders if not holder.is_wanted or now >= want.due]
         return sorted(idle, key=lambda holder: (holder.used, holder.number))

@@ -28,6 +28,7 @@ class Want(NamedTuple):
     best_by: float | None = None  # brought in later, its objective cannot be met any more; None: it has none
     is_next: bool = False  # the link's last extent or page-out was for it
     is_in: bool = False  # all its pages are in or on their way for good: only KV may lack
+    rivals: int = 0  # when room is made for it: how many other models wait for the link
 
     def waited(self, now: float) -> float:
         """Seconds that they have waited, all together."""
@@ -60,6 +61,7 @@ class Holder(NamedTuple):
     missing: float = 0.0  # the part of it that is not in
     is_copy: bool = False  # it is whole on another group too
     is_alone: bool = False  # it has no page in common with another model, nor one twice
+    run: float = 0.0  # if it is busy: seconds that what runs there takes
 
 
 class Tail(NamedTuple):

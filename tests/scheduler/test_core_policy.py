@@ -209,6 +209,22 @@ def test_what_is_needed_soon_is_displaced_when_those_who_wait_have_waited_for_wh
     assert Gswapd().victims(want("new", waited=1.0, at=100.0), [soon], 100.0) == [soon]
 
 
+def test_what_is_asked_for_often_is_kept_the_longer_the_more_wait_for_the_link() -> None:
+    """Whoever comes for it while it is away waits for their loads too."""
+    often = keeps("often", seen(*(99.9 - 0.1 * back for back in reversed(range(61)))))
+    waits = want("new", waited=1.5, at=100.0)
+    assert Gswapd().victims(waits, [often], 100.0) == [often]
+    assert Gswapd().victims(waits._replace(rivals=2), [often], 100.0) == []
+
+
+def test_what_is_about_to_be_idle_is_waited_for_if_its_return_costs_less() -> None:
+    soon, scanned = keeps("soon", regular(99.1)), keeps("scanned", seen(99.9))._replace(run=0.05)
+    waits = want("new", waited=1.0, at=100.0)
+    assert Gswapd().victims(waits, [soon], 100.0, [scanned]) == []
+    assert Gswapd().victims(waits, [soon], 100.0, [scanned._replace(run=5.0)]) == [soon]
+    assert Gswapd().victims(waits._replace(due=100.0), [soon], 100.0, [scanned]) == [soon]
+
+
 def test_who_is_alone_comes_before_more_when_it_has_waited_for_long() -> None:
     alone, many = want("alone", waited=3.5), want("many", queue=3, waited=0.3)
     assert order(Gswapd(), [want("alone"), many], 0.0) == ["many", "alone"]

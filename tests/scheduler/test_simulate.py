@@ -156,3 +156,13 @@ def test_a_model_is_suspended_between_two_passes_and_goes_on_where_it_was() -> N
     assert resumed.at == pytest.approx(5.1)
     assert finished.at == pytest.approx(5.2)
     assert outcome.models["a"].suspensions == 1
+
+
+def test_a_model_that_is_about_to_be_idle_goes_rather_than_one_that_is_needed_soon() -> None:
+    """`once` is on its way and answers within a moment when `next` has waited for what the return of `often` costs."""
+    often = [(0.4 + second, "often") for second in range(1, 31)]
+    calls = sorted([*often, (0.0, "idle"), (25.5, "once"), (25.52, "next")])
+    models = [model(name, 100 * number) for number, name in enumerate(("often", "idle", "once", "next"))]
+    outcome = simulate(asked(*calls), *models)
+    assert outcome.models["often"].page_ins == 1
+    assert outcome.models["next"].latencies[0] < 2 * LOAD + 2 * PASS

@@ -115,9 +115,12 @@ def _check_pins(state: State) -> None:
 
 
 def _check_places(state: State) -> None:
-    """Who waits, waits somewhere, if there is a group that could ever have it."""
+    """Who waits, waits where it could run, if there is a group that could ever have it."""
     for model in state.models.values():
-        if model.waiting and not model.targets and not model.is_leaving and state.now >= model.retry_at:
+        if model.waiting and not model.is_leaving and state.now >= model.retry_at:
             kv = model.waiting[0].kv_frames
             possible = [g.name for g in matching_groups(state, model) if g.up and can_hold(g, model, kv)]
-            assert not possible, f"{model.spec.name} waits nowhere, and {possible[0]} could have it"
+            name, there = model.spec.name, list(model.targets)
+            assert not possible or set(possible).intersection(there), (
+                f"{name} waits on {there}, {possible} could have it"
+            )

@@ -271,6 +271,9 @@ class State:
     def serve(self, group: Group, placement: Placement, request: Request) -> None:
         """Send a waiting request to the group. Its pages are reserved there and the grant covers it."""
         self._dequeue(request)
+        waiting = self.models[request.model].waiting
+        if waiting and waiting[0].kv_frames > request.kv_frames:
+            self.touched_models[request.model] = None  # who is first now may not fit where this one does
         if not placement.running:
             placement.turn_began = self.now
             group.busy[placement.model] = placement

@@ -44,10 +44,12 @@ class DaemonProcess:
         ready = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(ready,), daemon=True)
         self._reader.start()
-        if not ready.wait(START_SECONDS) or not self.url:
-            self.process.kill()
-            self.process.wait()
-            raise WorkerError("the daemon did not get ready:\n" + "\n".join(list(self.output)[-20:]))
+        try:
+            if not ready.wait(START_SECONDS) or not self.url:
+                raise WorkerError("the daemon did not get ready:\n" + "\n".join(list(self.output)[-20:]))
+        except BaseException:  # Ctrl-C too: nobody else would stop it
+            self.stop()
+            raise
         return self
 
     def _read(self, ready: threading.Event) -> None:

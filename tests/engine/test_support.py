@@ -108,10 +108,16 @@ def test_a_cap_or_a_sink_that_is_not_honoured_is_noticed(
     attend = attention._attend
 
     def forgetful(
-        query: torch.Tensor, view: Any, layer: Any, scaling: float, softcap: float | None, sinks: torch.Tensor | None
+        query: torch.Tensor,
+        view: Any,
+        layer: Any,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        plain: bool,
     ) -> torch.Tensor:
         softcap = None if ignored == "softcap" else softcap
-        return attend(query, view, layer, scaling, softcap, None if ignored == "sinks" else sinks)
+        return attend(query, view, layer, scaling, softcap, None if ignored == "sinks" else sinks, plain)
 
     monkeypatch.setattr(attention, "_attend", forgetful)
     with pytest.raises(UnsupportedModel, match="does not compute the same"):

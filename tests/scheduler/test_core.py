@@ -336,6 +336,18 @@ def test_who_fits_nowhere_beside_the_pins_is_looked_at_again_when_a_pin_goes() -
     assert only(actions, act.Serve) == [act.Serve("a", home)]
 
 
+def test_who_comes_first_in_the_queue_and_is_too_large_for_where_its_model_is_waits_elsewhere() -> None:
+    desk = Desk(replace(CONFIG, max_running=1), small=4, large=9)
+    desk.add("A", (1, 2, 3))
+    desk.add("B", (4, 5, 6, 7, 8))
+    desk.answer(desk.arrive("other", "B", kv=4))
+    for request, kv in (("a", 1), ("b", 1), ("c", 4)):
+        desk.answer(desk.arrive(request, "A", kv))
+    assert only(desk.finish("a"), act.Serve) == [act.Serve("b", "small")]
+    assert "A" in desk.core._state.groups["large"].wanted
+    assert only(desk.finish("other"), act.Serve) == [act.Serve("c", "large")]
+
+
 def test_who_does_not_fit_beside_a_pin_that_comes_waits_elsewhere() -> None:
     desk = Desk(one=5, two=5)
     for model, pages in (("A", (1, 2, 3, 4)), ("B", (5, 6)), ("C", (7, 8))):

@@ -32,7 +32,7 @@ import torch
 
 from bench.profile import body, recorded_and_not, recording_share
 from bench.report import RESULTS, Bar, cpu_host, report
-from bench.synthetic import LLAMA_8B, make_mesh_image
+from bench.synthetic import LLAMA_8B, SMALL_LLAMA, make_mesh_image
 from server.config import Config
 from server.profile.document import Profile
 from server.profile.measure import Client, Subject
@@ -82,18 +82,7 @@ FULL = Scale(
     repeat=3,
 )
 SMALL = Scale(
-    config={
-        **LLAMA_8B,
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    config=SMALL_LLAMA,
     dtype="float32",
     device="cpu",
     page=2 << 20,

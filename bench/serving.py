@@ -31,7 +31,7 @@ import uvloop
 
 from bench.report import Bar, report
 from bench.stream_client import Answer, StreamClient
-from bench.synthetic import LLAMA_8B, make_image
+from bench.synthetic import LLAMA_8B, SMALL_LLAMA, make_image
 from server.demo.daemon import DaemonProcess
 from swapper.image import Image
 from swapper.store import Store
@@ -64,18 +64,7 @@ class Scale:
 
 FULL = Scale(LLAMA_8B, "bfloat16", 32 << 20, {"pool": "44GiB", "page": "32MiB", "host_tier": "36GiB"})
 SMALL = Scale(
-    {
-        **LLAMA_8B,
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    SMALL_LLAMA,
     "float32",
     2 << 20,
     {"pool": "160MiB", "page": "2MiB", "host_tier": "96MiB"},

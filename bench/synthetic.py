@@ -54,6 +54,20 @@ LLAMA_8B = {
 }
 """The shape of an 8B Llama: 16.06 GB in bfloat16."""
 
+SMALL_LLAMA = {
+    **LLAMA_8B,
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""A shape of the same kind: 30 MB in float32, to try benches out."""
+
 OPT_13B = {
     "model_type": "opt",
     "architectures": ["OPTForCausalLM"],

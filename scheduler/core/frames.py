@@ -88,14 +88,14 @@ class Frames:
         memory = self._memory(want.model, lacking)
         holders = self.idle_holders(want.model)
         busy, busy_until = self._soon_idle(want.model)
-        want = want._replace(rivals=self._group.wanted.waiting_for_link - (not want.is_in))
+        want.rivals = self._group.wanted.waiting_for_link - (not want.is_in)
         victims = state.policy.victims(want, holders, now, busy)
-        room = make_room(memory, victims, state.policy.whole)
+        tails, short = make_room(memory, victims, state.policy.whole)
         surplus = self._surplus(want.model)
-        if room.short <= sum(frames for _, frames in surplus):
-            for tail in room.tails:
-                self._take(want, self._group.placements[tail.model], tail.keep)
-            self._take_back(surplus, room.short)
+        if short <= sum(frames for _, frames in surplus):
+            for name, keep in tails:
+                self._take(want, self._group.placements[name], keep)
+            self._take_back(surplus, short)
             self._claim(lacking)
             if not want.is_in:
                 self.are_coming = True
@@ -167,10 +167,10 @@ class Frames:
 
     def take_for(self, want: Want, lacking: Sequence[int], victims: Sequence[Holder]) -> None:
         """Take what lacks from these victims, if they have so much."""
-        room = make_room(self._memory(want.model, lacking), victims)
-        if room.short <= 0:
-            for tail in room.tails:
-                self._take(want, self._group.placements[tail.model], tail.keep)
+        tails, short = make_room(self._memory(want.model, lacking), victims)
+        if short <= 0:
+            for name, keep in tails:
+                self._take(want, self._group.placements[name], keep)
 
     # ---- who holds what
 
@@ -194,7 +194,7 @@ class Frames:
             if placement.phase is Phase.LOADING:
                 began, run = state.now, run + remaining_seconds(state, group, model)
             if state.now < began + SOON_IDLE * run:
-                found.append(self.holder(placement)._replace(run=run))
+                found.append(self.holder(placement, run))
                 until = min(until, began + SOON_IDLE * run)
         return found, until
 
@@ -208,11 +208,11 @@ class Frames:
             leaving=[(self.holder(p), p.leaving.keep) for p in placements if p.leaving is not None],
         )
 
-    def holder(self, placement: Placement) -> Holder:
+    def holder(self, placement: Placement, run: float = 0.0) -> Holder:
         state = self._state
         model = state.models[placement.model]
         name, spec = placement.model, model.spec
-        return Holder(  # by position, which is twice as fast
+        return Holder(
             name,
             spec.shards,
             placement.reserved,
@@ -227,6 +227,7 @@ class Frames:
             1.0 - placement.reserved / placement.pages,
             len(model.placements) > 1 and self._is_copy(model, placement),
             not model.shares,
+            run,
         )
 
     def _is_copy(self, model: Model, placement: Placement) -> bool:

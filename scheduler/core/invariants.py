@@ -10,6 +10,7 @@ from scheduler.core.placement import EXTENTS_AHEAD, Placement
 from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 from scheduler.core.wants import want_of
+from scheduler.policy.view import Want
 
 
 def check(core: SchedulerCore) -> None:
@@ -96,7 +97,9 @@ def _check_wants(state: State) -> None:
             seen, model = want_of(state, group, name), state.models[name]
             if model.page_seconds is None or model.run_seconds is None:
                 continue  # what others take is its first guess, and it keeps to that
-            assert seen == demand.want, f"{name} on {group.name} has changed unnoticed: {demand.want}, {seen}"
+            assert seen is not None, f"{name} on {group.name} is not wanted any more"
+            before, now = _fields(demand.want), _fields(seen)
+            assert before == now, f"{name} on {group.name} has changed unnoticed: {before}, {now}"
         known = [demand for _, demand in wanted.settled() if not demand.want.is_in]
         if len(known) == len(wanted) - len(wanted.inside):
             keys = [demand.key(state.now) for demand in wanted.coming.ordered(state.now)]
@@ -104,6 +107,11 @@ def _check_wants(state: State) -> None:
             assert len(order) == len(known), f"{group.name} has lost a demand"
             assert order == sorted(order), f"what is wanted on {group.name} is out of order"
             assert wanted.ahead == sum(demand.load for demand in known)
+
+
+def _fields(want: Want) -> dict[str, object]:
+    """All but what is filled in when room is made for it."""
+    return {name: getattr(want, name) for name in Want.__slots__ if name != "rivals"}
 
 
 def _check_pins(state: State) -> None:

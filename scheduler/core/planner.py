@@ -42,21 +42,21 @@ class Planner:
         self._ask_to_wake()
 
     def _wake(self, timer: Timer) -> None:
-        state = self._state
-        match timer.kind:
+        state, (_, _, kind, name) = self._state, timer
+        match kind:
             case "deadline":
-                request = state.requests[timer.name]
+                request = state.requests[name]
                 seconds = state.now - request.arrived
                 message = f"The request waited {seconds:.1f} s for model {request.model} and its time ran out."
                 state.fail(request, "timeout", message)
             case "group":
-                state.groups[timer.name].wake_at = None
-                state.touched_groups[timer.name] = None
+                state.groups[name].wake_at = None
+                state.touched_groups[name] = None
             case "look":
-                state.touched_models[timer.name] = None
+                state.touched_models[name] = None
             case _:
-                state.models[timer.name].wake_at = None
-                state.touched_models[timer.name] = None
+                state.models[name].wake_at = None
+                state.touched_models[name] = None
 
     def _ask_to_wake(self) -> None:
         state = self._state

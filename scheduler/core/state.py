@@ -108,16 +108,17 @@ class State:
         self.timers.set(request.deadline, "deadline", request.id)
 
     def _is_true(self, timer: Timer) -> bool:
-        match timer.kind:
+        at, _, kind, name = timer
+        match kind:
             case "deadline":
-                request = self.requests.get(timer.name)
-                return request is not None and request.deadline == timer.at and request.has_deadline
+                request = self.requests.get(name)
+                return request is not None and request.deadline == at and request.has_deadline
             case "group":
-                group = self.groups.get(timer.name)
-                return group is not None and group.wake_at == timer.at
+                group = self.groups.get(name)
+                return group is not None and group.wake_at == at
             case _:
-                model = self.models.get(timer.name)
-                return model is not None and timer.at == (model.look_at if timer.kind == "look" else model.wake_at)
+                model = self.models.get(name)
+                return model is not None and at == (model.look_at if kind == "look" else model.wake_at)
 
     # ---- requests and jobs
 

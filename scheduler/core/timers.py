@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple
 
 SLACK = 64
 """Timers that may be out of date before the heap is swept, beside as many as there are true ones."""
 
 
-class Timer(NamedTuple):
-    at: float
-    number: int  # in which order they were set
-    kind: str
-    name: str
+Timer = tuple[float, int, str, str]
+"""When, its place in the order in which they were set, what kind it is, and whom it is for."""
 
 
 class Timers:
@@ -30,7 +26,7 @@ class Timers:
 
     def set(self, at: float, kind: str, name: str) -> None:
         self._number += 1
-        heappush(self._heap, Timer(at, self._number, kind, name))
+        heappush(self._heap, (at, self._number, kind, name))
         if len(self._heap) > self._sweep_at:
             self._heap = [timer for timer in self._heap if self._is_true(timer)]
             heapify(self._heap)
@@ -40,7 +36,7 @@ class Timers:
     def due(self, now: float) -> Iterator[Timer]:
         """Those whose time has come, each once."""
         heap = self._heap
-        while heap and heap[0].at <= now:
+        while heap and heap[0][0] <= now:
             timer = heappop(heap)
             if self._is_true(timer):
                 yield timer
@@ -51,7 +47,7 @@ class Timers:
         while self._heap and not self._is_true(self._heap[0]):
             heappop(self._heap)
         self._note_earliest()
-        return self._heap[0].at if self._heap else None
+        return self._heap[0][0] if self._heap else None
 
     def _note_earliest(self) -> None:
         self.earliest = self._heap[0][0] if self._heap else inf

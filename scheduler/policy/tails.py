@@ -27,22 +27,21 @@ def make_room(memory: Memory, victims: Sequence[Holder], whole: bool = False) ->
         keeps.append((victim, keep))
     if not whole:
         keeps = [(victim, frames.spare(victim, keep)) for victim, keep in reversed(keeps)][::-1]
-    tails = tuple(Tail(victim.model, keep) for victim, keep in keeps if keep < victim.pages)
-    return Room(tails, max(0, frames.short))
+    return [(victim.model, keep) for victim, keep in keeps if keep < victim.pages], max(0, frames.short)
 
 
 def _count_room(memory: Memory, victims: Sequence[Holder], whole: bool) -> Room:
     """The same, where each page that goes is a frame on every rank."""
     short = max(memory.short) - sum(holder.pages - keep for holder, keep in memory.leaving)
-    tails = []
+    tails: list[Tail] = []
     for victim in victims:
         if short <= 0:
             break
         taken = victim.pages if whole else min(short, victim.pages)
         short -= taken
         if taken:
-            tails.append(Tail(victim.model, victim.pages - taken))
-    return Room(tuple(tails), max(0, short))
+            tails.append((victim.model, victim.pages - taken))
+    return tails, max(0, short)
 
 
 def who_must_drain(memory: Memory, idle: Iterable[Holder], busy: Iterable[Holder]) -> list[str]:

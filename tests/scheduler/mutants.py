@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "KV granted beyond need is never taken back",
         "scheduler.core.frames",
-        "            self._take_back(surplus, room.short)\n",
+        "            self._take_back(surplus, short)\n",
         "",
     ),
     Mutant(

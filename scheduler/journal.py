@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
+from scheduler import snapshot
 from scheduler.core import events
 from scheduler.core.actions import Action
 from scheduler.core.core import SchedulerCore
@@ -108,7 +108,7 @@ class Journal:
         except OSError as error:
             self._end(error)
         self._written = 0
-        self._write(_header(core, base64.b64encode(zlib.compress(pickle.dumps(core), 1)).decode()))
+        self._write(_header(core, base64.b64encode(snapshot.save(core)).decode()))
 
     def _write(self, record: object) -> None:
         if self._ended:
@@ -156,5 +156,5 @@ def _plain(event: events.Event) -> list[object]:
 _FIELDS = {kind: [field.name for field in fields(kind)] for kind in events.Event.__subclasses__()}
 
 
-def _header(core: SchedulerCore, snapshot: str | None) -> dict[str, object]:
-    return {"format": FORMAT, "gswapd": version("gswapd"), "config": asdict(core.config), "snapshot": snapshot}
+def _header(core: SchedulerCore, known: str | None) -> dict[str, object]:
+    return {"format": FORMAT, "gswapd": version("gswapd"), "config": asdict(core.config), "snapshot": known}

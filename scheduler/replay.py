@@ -1,12 +1,11 @@
 """Replaying a journal: the same events into the same core, and are the decisions the same?
 
-Anything but the scheduler's own classes is refused in a snapshot, so that a journal from elsewhere can do no harm.
+A journal from elsewhere can do no harm: a snapshot (`scheduler/snapshot.py`) holds only the scheduler's own classes.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import pickle
 import zlib
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler import snapshot
 from scheduler.core import events
 from scheduler.core.actions import Action
 from scheduler.core.config import CoreConfig
@@ -23,8 +23,6 @@ from scheduler.journal import FORMAT, NOTE, checksum
 from swapper.errors import GswapdError
 
 _KINDS = {kind.__name__: kind for kind in events.Event.__subclasses__()}
-_OURS = ("scheduler.core.", "scheduler.policy.")
-_PLAIN = {"collections": ("deque", "OrderedDict", "defaultdict", "Counter"), "builtins": ("set", "frozenset", "list")}
 
 
 class JournalError(GswapdError):
@@ -89,27 +87,9 @@ def _core(path: Path, line: str) -> SchedulerCore:
             )
         if header["snapshot"] is None:
             return SchedulerCore(CoreConfig(**header["config"]))
-        snapshot = _Unpickler(io.BytesIO(zlib.decompress(base64.b64decode(header["snapshot"])))).load()
+        return snapshot.load(base64.b64decode(header["snapshot"]))
     except (ValueError, TypeError, KeyError, AttributeError, zlib.error, pickle.UnpicklingError) as error:
         raise JournalError(f"{path} is no journal of this version of gswapd: {error}.") from error
-    assert isinstance(snapshot, SchedulerCore)
-    return snapshot
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _bound_method
-        if not module.startswith(_OURS) and name not in _PLAIN.get(module, ()):
-            raise pickle.UnpicklingError(f"a snapshot holds no {module}.{name}")
-        return super().find_class(module, name)
-
-
-def _bound_method(owner: object, name: str) -> Any:
-    """As which methods are saved that the scheduler's own objects keep of one another."""
-    if not type(owner).__module__.startswith(_OURS) or name.startswith("__"):
-        raise pickle.UnpicklingError(f"a snapshot holds no {type(owner).__name__}.{name}")
-    return getattr(owner, name)
 
 
 def _event(kind: str, values: list[Any]) -> events.Event:

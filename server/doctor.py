@@ -45,6 +45,7 @@ def examine(config: Config) -> Iterator[Finding]:
     """One finding a check, as it is made."""
     checks: tuple[Callable[[Config], Finding], ...] = (
         driver, reading, storage, free_memory, shared_memory, open_files, memory_maps, disk_space, disk_speed,
+        scheduler,
     )  # fmt: skip
     for check in checks:
         yield check(config)
@@ -167,6 +168,13 @@ def disk_speed(config: Config) -> Finding:
             "disk speed", "note", found, "Put the store on a local NVMe disk, or keep models in memory.host_tier."
         )
     return Finding("disk speed", "ok", found)
+
+
+def scheduler(config: Config) -> Finding:
+    """Whether its decisions are made by compiled code (`setup.py`)."""
+    core = find_spec("scheduler.core.core")
+    is_compiled = core is not None and not (core.origin or "").endswith(".py")
+    return Finding("scheduler", "ok", "compiled" if is_compiled else "plain Python, which is enough for some groups")
 
 
 def _shards(config: Config) -> list[Path]:

@@ -13,6 +13,8 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core import admission, completions, events
 from scheduler.core.actions import Action
 from scheduler.core.config import CoreConfig, PolicyName
@@ -76,6 +78,7 @@ _HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingPr
 )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SchedulerCore:
     """Owned by one driver, which alone calls `step`. Everything else here only looks."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.fitting import can_hold
 from scheduler.core.group import Group, Vain
 from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
@@ -31,6 +33,7 @@ MOST_KNOWN = 16
 """Models that were paged out here and may be brought in again before they are asked for."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Frames:
     """What it remembers is of the present pass only."""
 

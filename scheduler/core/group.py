@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.events import Mesh
 from scheduler.core.ledger import Ledger
 from scheduler.core.placement import EXTENTS_AHEAD, Placement
@@ -84,6 +86,7 @@ class Sizes(NamedTuple):
     pinned: tuple[Group, ...]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Shape:
     """All groups of one mesh, whether they are up or expected back."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.ahead import bring_ahead
 from scheduler.core.fitting import can_hold
 from scheduler.core.frames import Frames
@@ -28,6 +30,7 @@ STALLED_LOOKED_AT = 4
 """Models waiting elsewhere that an idle group offers itself to."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GroupPlan:
     """What it remembers is of the present pass only."""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 
 class Grant(NamedTuple):
     epoch: int
     frames: int
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KvAccount:
     """Invariant: the worker never holds more KV frames of the model than `reserved`."""
 

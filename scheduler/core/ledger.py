@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from mypy_extensions import mypyc_attr
+
 Shards = Sequence[Sequence[int]]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ledger:
     """Frames of one group. Invariant: on every rank, distinct held pages + KV frames ≤ `capacity`."""
 

@@ -5,6 +5,8 @@ which something may have become possible (`group_plan.py`). What nothing touched
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.actions import Done, WakeAt
 from scheduler.core.group import Group
 from scheduler.core.group_plan import GroupPlan
@@ -16,6 +18,7 @@ from scheduler.core.timers import Timer
 from scheduler.core.transitions import Phase
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Planner:
     def __init__(self, state: State) -> None:
         self._state = state

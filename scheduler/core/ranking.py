@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.policy.view import Rank, Want
 
 
@@ -30,6 +32,7 @@ class Demand:
         return rank.tier, rank.base + rank.slope * now, self.want.number
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Ranking:
     """Node `i` is above nodes `2i` and `2i + 1`; demands are at the leaves."""
 

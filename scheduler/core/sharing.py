@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.model import Model
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Sharing:
     """Keeps `Model.shares`. A model that shared a page goes on to count as one that does when the other is gone."""
 

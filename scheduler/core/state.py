@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.actions import Action, Cancel, Fail, GrantKv, PageIn, PageOut, Reason, Resume, Serve, Suspend
 from scheduler.core.config import CoreConfig
 from scheduler.core.group import Group, Shape
@@ -22,6 +24,7 @@ from scheduler.core.view import DecisionKind
 from scheduler.policy.base import Policy
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class State:
     """Groups, models, requests, the clock of the events, and the actions of the present step."""
 

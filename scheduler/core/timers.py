@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 SLACK = 64
 """Timers that may be out of date before the heap is swept, beside as many as there are true ones."""
 
@@ -14,6 +16,7 @@ Timer = tuple[float, int, str, str]
 """When, its place in the order in which they were set, what kind it is, and whom it is for."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Timers:
     """Each may be out of date by the time it comes; `is_true` tells, and out of date ones never wake anybody."""
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.core.ranking import Demand, Ranking
 from scheduler.policy.view import Rank, Want
 
@@ -17,6 +19,7 @@ SLACK = 16
 """Moments that may be out of date before they are swept, beside twice as many as there are demands."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Wanted:
     __slots__ = ("_again", "_demands", "_stale", "again_at", "ahead", "coming", "inside", "sharing", "untold")
 

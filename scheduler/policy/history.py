@@ -12,6 +12,8 @@ from bisect import bisect_right, insort
 from collections import deque
 from math import exp, log2
 
+from mypy_extensions import mypyc_attr
+
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
 
@@ -25,6 +27,7 @@ BELIEVED = 8
 """Gaps that must still be possible for a next use to be told from them."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class History:
     """The requests of one model, as far as policy needs them."""
 

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from scheduler.policy.history import History
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Want:
     """A model that is wanted on a group: for waiting requests, a load, a pin, or to go on where it was suspended.
 
@@ -73,6 +76,7 @@ class Want:
         return self.waiting * now - self.arrived
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Rank:
     """A want's place among others: the lower tier first; in a tier, the lower `base + slope · now`; then the older."""
 

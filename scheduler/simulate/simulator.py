@@ -27,7 +27,7 @@ class Core(Protocol):
     def step(self, event: events.Event) -> Sequence[actions.Action]: ...
 
 
-class Stuck(RuntimeError):
+class Stuck(Exception):
     """Requests are open, and nothing is going to happen any more: a defect of the core."""
 
 

@@ -20,7 +20,7 @@ def config(tmp_path: Path, **sections: Any) -> Config:
 
 def test_every_check_finds_something_and_what_is_wrong_comes_with_advice(tmp_path: Path) -> None:
     findings = list(doctor.examine(config(tmp_path)))
-    assert len({finding.name for finding in findings}) == len(findings) == 9
+    assert len({finding.name for finding in findings}) == len(findings) == 10
     assert all(finding.found for finding in findings)
     assert all(finding.advice for finding in findings if finding.verdict == "problem")
 

@@ -2,25 +2,34 @@
 
     python -m bench.core_cost
 
+Both builds are measured, one after the other: first the scheduler compiled (`setup.py`; made anew, which takes a
+minute), on which the bars are, then the sources as they are, which are told beside it.
+
 There are five models a group, of which two fit. Two loads: one whose popularity is skewed, so that most requests find
 their model in memory, though a load's 17 extents, each a PagedIn and a PagedOut with a decision of its own, still make
 most of the events, about ten a request; and one that thrashes, where all models are asked for alike and every link is
 busy all the time. Bars are on the first; the second is told beside it. A simulation first runs warm, so start-up does
 not count. Only `SchedulerCore.step` is timed, except for the million, which is the simulator's time as a whole. Times
 are the process's own (of a step, the time that passed, times the share that the process had of a processor meanwhile),
-so that neighbours on the machine count as little as can be. The figures are also drawn: `bench/results/core_cost.svg`.
+so that neighbours on the machine count as little as can be. The compiled build's figures are also drawn:
+`bench/results/core_cost.svg`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from bench import compiled
 from bench.policies import EXECUTE, PAGE_BYTES, PAGES, SWAP_IN
 from bench.report import RESULTS, Bar, report
 from scheduler.core import actions, events
@@ -142,24 +151,77 @@ def drawing(curves: Mapping[str, Mapping[int, float]]) -> str:
     return "\n".join(parts) + "\n"
 
 
+@dataclass
+class Figures:
+    """Of one build. Microseconds an event, by size, and seconds for a million requests."""
+
+    groups: dict[int, float]
+    models: dict[int, float]
+    thrashing: float
+    million: float
+
+    def details(self) -> dict[str, object]:
+        return {"by groups, us": self.groups, "by models, us": self.models, "thrashing, us": self.thrashing}
+
+
+def measure(requests: int, million: int) -> Figures:
+    """Of the build that runs this."""
+    return Figures(
+        {n: event_cost(n, n * MODELS_A_GROUP, requests) for n in GROWING_GROUPS},
+        {n: event_cost(10, n, requests) for n in GROWING_MODELS},
+        event_cost(*LARGEST, requests // 4, "thrashing"),
+        many_requests(million),
+    )
+
+
+def measured(build: Path | None, requests: int, million: int) -> Figures:
+    """Of a compiled build, or of the sources, in a process of its own."""
+    print(f"--- {'compiled' if build else 'sources'}", flush=True)
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "figures"
+        command = [sys.executable, "-P", "-m", "bench.core_cost", "--figures", str(file)]
+        command += ["--requests", str(requests), "--million", str(million)]
+        subprocess.run(command, env=compiled.environment(build), check=True)
+        found = json.loads(file.read_text())
+    by_size = {name: {int(size): cost for size, cost in found.pop(name).items()} for name in ("groups", "models")}
+    return Figures(**by_size, **found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=30_000, help="of each size")
-    parser.add_argument("--million", type=int, default=1_000_000, help="requests of the long run")
+    parser.add_argument("--million", type=int, default=1_000_000, help="requests of the compiled build's long run")
+    parser.add_argument("--plain-million", type=int, default=100_000, help="and of the sources'")
+    parser.add_argument(
+        "--figures", type=Path, help="measure the build that runs this only, and leave its figures here"
+    )
     options = parser.parse_args()
-    groups = {n: event_cost(n, n * MODELS_A_GROUP, options.requests) for n in GROWING_GROUPS}
-    models = {n: event_cost(10, n, options.requests) for n in GROWING_MODELS}
-    thrashing = event_cost(*LARGEST, options.requests // 4, "thrashing")
-    million = many_requests(options.million)
+    if options.figures:
+        figures = measure(options.requests, options.million)
+        options.figures.write_text(json.dumps(asdict(figures)))
+        return 0
+    with TemporaryDirectory() as directory:
+        compiled.build(Path(directory))
+        fast = measured(Path(directory), options.requests, options.million)
+    plain = measured(None, options.requests, options.plain_million)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "core_cost.svg").write_text(drawing({"groups, five models each": groups, "models, ten groups": models}))
+    curves = {"groups, five models each": fast.groups, "models, ten groups": fast.models}
+    (RESULTS / "core_cost.svg").write_text(drawing(curves))
     bars = [
-        Bar(f"core, an event, {LARGEST[0]} groups and {LARGEST[1]} models", groups[LARGEST[0]], 12.0, "us"),
-        Bar("a million requests simulated", million, 90.0, "s"),
-        Bar("growth from 10 to 1000 groups", groups[1000] / groups[10], math.log(1000) / math.log(10), "ratio"),
-        Bar("growth from 50 to 5000 models", models[5000] / models[50], math.log(5000) / math.log(50), "ratio"),
+        Bar(f"core, an event, {LARGEST[0]} groups and {LARGEST[1]} models", fast.groups[LARGEST[0]], 12.0, "us"),
+        Bar("a million requests simulated", fast.million, 90.0, "s"),
+        Bar(
+            "growth from 10 to 1000 groups", fast.groups[1000] / fast.groups[10], math.log(1000) / math.log(10), "ratio"
+        ),
+        Bar(
+            "growth from 50 to 5000 models", fast.models[5000] / fast.models[50], math.log(5000) / math.log(50), "ratio"
+        ),
     ]
-    details = {"by groups, us": groups, "by models, us": models, "thrashing, us": thrashing}
+    details = {
+        "build": "compiled",
+        **fast.details(),
+        "plain Python": {**plain.details(), "a million, s": plain.million},
+    }
     return report("core_cost", bars, {}, details)
 
 

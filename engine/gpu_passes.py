@@ -17,7 +17,7 @@ from engine.attention import PagedPass
 from engine.batch import StepBatch
 from engine.graphs import GraphKey, bucket_of, graphs_of
 from engine.kv_cache import PagedKvCache
-from engine.step_inputs import Staging, StepTensors, decode_row, decodes_only
+from engine.step_inputs import DecodeStaging, Staging, StepTensors, decode_row, decodes_only
 from engine.streams import pass_stream
 from swapper.geometry import kv_blocks
 
@@ -87,7 +87,7 @@ class GpuPasses:
         self._moved: dict[int, Traffic] = {}  # by a decode, by bucket
         self._staging = Staging(device)
         self._graphs = graphs_of(device)
-        self._row = decode_row(device, kv_blocks(context_length))
+        self._decodes = DecodeStaging(decode_row(device, kv_blocks(context_length)))
         self._owner = object()  # of the graphs; another model may come to have this one's name and addresses
         weakref.finalize(self, self._graphs.forget, self._owner)
         self.likeliest: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class GpuPasses:
         bucket = bucket_of(len(batch.slices)) if decodes_only(batch) and batch.in_one else None
         if bucket is not None and (self._is_decided or self._may_replay()):
             gate(self._nbytes)  # a graph has no gates
-            self._row.copy(batch, bucket, self._owner, tokens)
+            self._decodes.copy(batch, bucket, tokens)
             return self._decode(bucket, cache, gate)[: len(batch.slices)]
         return self._eager(self._staging.copy(batch, tokens), cache, gate)
 
@@ -131,7 +131,7 @@ class GpuPasses:
         return self._graphs.may_record(self._owner) and self._is_ready(self._nbytes)
 
     def _decode(self, bucket: int, cache: PagedKvCache, gate: PageGate) -> torch.Tensor:
-        """A pass over what is in the row: replayed, or run in the same shape until there is a graph of it."""
+        """A pass over the row's decodes: replayed, or run in the same shape until there is a graph of it."""
         key = GraphKey(self._owner, cache.region.address, bucket)
         graph = self._graphs.find(key)
         if graph is not None:
@@ -139,7 +139,7 @@ class GpuPasses:
             if self._traffic is not None:
                 self._traffic.add(self._moved[bucket])
             return graph.replay()
-        inputs = self._row.tensors(bucket)
+        inputs = self._decodes.tensors(bucket)
         before = None if self._traffic is None else self._traffic.copy()
         logits = self._eager(inputs, cache, gate)
         self._graphs.ask(key, self._name, lambda: self._eager(inputs, cache, _open))

@@ -6,7 +6,7 @@ run.
 
 On a GPU a pass is launched, not run: the next one goes behind it before its tokens are known, as long as it is the same
 sequences' next token (`Batcher.plan_ahead`) and no command waits. Tokens then go from pass to pass on the GPU, which
-never waits for the host. Before each launch other models get the turn, and launch behind the pass that is under way.
+never waits for the host. While a pass's tokens are waited for other models have the turn, and launch theirs behind it.
 Between two calls of `_pass` nothing is under way.
 
 On a mesh, the leader's runner leads the pass on all ranks (`engine/leader.py`), and a layer's pages must be in on each.
@@ -310,20 +310,17 @@ class ModelRunner:
         try:
             with self._turn.taken(urgent=step.is_awaited):
                 self._begin_measuring()
-                try:
-                    launched = self._launch(step)
-                    while (following := self._following(launched.step)) is not None:
-                        self._hand_on()
-                        behind = self._launch(following, launched.choice.tokens)
-                        if not self._complete(launched):
-                            break
-                        launched = behind
-                    else:
-                        self._complete(launched)
-                finally:
-                    if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
-                        self._stream.synchronize()
+                launched = self._launch(step)
+                while (following := self._following(launched.step)) is not None:
+                    behind = self._launch(following, launched.choice.tokens)
+                    if not self._complete(launched):
+                        break
+                    launched = behind
+                else:
+                    self._complete(launched)
         finally:
+            if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
+                self._stream.synchronize()
             with self._changed:
                 self._in_pass = False
                 self._changed.notify_all()
@@ -347,17 +344,10 @@ class ModelRunner:
             return None
         return self._batcher.plan_ahead(step)
 
-    def _hand_on(self) -> None:
-        """Let other models launch theirs behind the step that is under way."""
-        if self._turn.wanted:
-            began = time.perf_counter()
-            self._turn.hand_on()
-            self._giving_way += time.perf_counter() - began
-
     def _complete(self, launched: _Launched) -> bool:
         """Wait for a step's tokens and report them. False if a step was launched behind it with other tokens."""
         with _blame():
-            sampled = launched.choice.take()
+            sampled = self._take(launched.choice)
         self.steps += 1
         computing = time.perf_counter() - self._began - self._paging - self._giving_way
         if self._recorder.on:
@@ -366,6 +356,18 @@ class ModelRunner:
         self._begin_measuring()
         self._report()
         return not launched.choice.revised
+
+    def _take(self, choice: Results) -> list[Any]:
+        """Wait for tokens. On a GPU, others launch their passes meanwhile, behind what is under way."""
+        if not self.runs_ahead:
+            return choice.take()
+        self._turn.release()
+        try:
+            return choice.take()
+        finally:
+            began = time.perf_counter()
+            self._turn.acquire()
+            self._giving_way += time.perf_counter() - began
 
     def _begin_measuring(self) -> None:
         self._began, self._paging, self._giving_way = time.perf_counter(), 0.0, 0.0

@@ -93,27 +93,25 @@ class Staging:
         return StepTensors.over(row, tokens, len(batch.sampled), len(decodes), len(chunks), int(cumulated[-1]))
 
 
-class DecodeRow:
-    """The row that decode graphs read, and pinned memory to change it from.
+class DecodeStaging:
+    """Puts one model's decodes together, for the row that decode graphs read.
 
-    Block tables lie at equal distances, so that from step to step only those are written anew that have grown. One row
-    serves many models, since one pass runs at a time.
+    Block tables lie at equal distances, so that from step to step only those are written anew that have grown.
     """
 
-    def __init__(self, device: torch.device, max_blocks: int) -> None:
-        """For `MAX_DECODES` sequences, of so many blocks each."""
-        size = 7 * MAX_DECODES + 1 + MAX_DECODES * _rounded(max_blocks)
-        self._pinned = Pinned(size, device)
-        self.row = torch.empty(size, dtype=torch.int64, device=device)
-        # What is in the pinned memory: whose, for which bucket, at which distance; and its tables.
-        self._layout: tuple[object, int, int] = (None, 0, 0)
+    def __init__(self, row: torch.Tensor) -> None:
+        """`row`: see `decode_row`."""
+        self._row = row
+        self._pinned = Pinned(_START, row.device)
+        # What is in the pinned memory: for which bucket, at which distance; and its tables.
+        self._layout = (0, 0)
         self._tables: list[tuple[int, ...]] = []
 
     def tensors(self, bucket: int) -> StepTensors:
-        return StepTensors.over(self.row, bucket, bucket, bucket, 0, 0)
+        return StepTensors.over(self._row, bucket, bucket, bucket, 0, 0)
 
-    def copy(self, batch: StepBatch, bucket: int, owner: object, known: torch.Tensor | None = None) -> None:
-        """Copy a batch of one model's decodes, padded to `bucket`. `known` as in `Staging.copy`."""
+    def copy(self, batch: StepBatch, bucket: int, known: torch.Tensor | None = None) -> None:
+        """Copy a batch of decodes, padded to `bucket`. `known` as in `Staging.copy`."""
         count = len(batch.tokens)
         stride = _rounded(max((len(piece.blocks) for piece in batch.slices), default=1))
         used = 7 * bucket + 1 + bucket * stride
@@ -121,8 +119,8 @@ class DecodeRow:
         grid = host[: 7 * bucket].reshape(7, bucket)
         ids, positions, slots, sampled, starts, contexts, tables = grid
         blocks = host[7 * bucket + 1 :]
-        if self._layout != (owner, bucket, stride):
-            self._layout, self._tables = (owner, bucket, stride), [()] * bucket
+        if self._layout != (bucket, stride):
+            self._layout, self._tables = (bucket, stride), [()] * bucket
             sampled[:] = starts[:] = np.arange(bucket)
             tables[:] = np.arange(bucket) * stride
         for index, piece in enumerate(batch.slices):
@@ -134,18 +132,21 @@ class DecodeRow:
         slots[:count] = _slots(blocks, tables[:count], positions[:count])
         contexts[count:] = positions[count:] = ids[count:] = 0
         slots[count:] = -1
-        self._pinned.upload(self.row[:used])
+        self._pinned.upload(self._row[:used])
         if known is not None:
-            self.row[:count].copy_(known)
+            self._row[:count].copy_(known)
 
 
 @cache
-def _decode_row(device: torch.device, max_blocks: int) -> DecodeRow:
-    return DecodeRow(device, max_blocks)
+def _decode_row(device: torch.device, max_blocks: int) -> torch.Tensor:
+    return torch.empty(7 * MAX_DECODES + 1 + MAX_DECODES * _rounded(max_blocks), dtype=torch.int64, device=device)
 
 
-def decode_row(device: torch.device, max_blocks: int) -> DecodeRow:
-    """A row for sequences of up to so many blocks, shared by all models of about that context."""
+def decode_row(device: torch.device, max_blocks: int) -> torch.Tensor:
+    """A row on the device for `MAX_DECODES` sequences of up to so many blocks.
+
+    It serves all models of about that context: what a pass reads of it was put there just before, in the same stream.
+    """
     return _decode_row(device, 1 << (max_blocks - 1).bit_length())
 
 

@@ -3,7 +3,7 @@
 A plain lock lets whoever runs take it again before a waiter has woken, so that one busy model could keep the others
 out. Here the holder hands the turn to the longest waiter: of two busy models each gets every other pass.
 
-On a GPU the turn is for launching: who holds it lets the others launch behind what it has launched (`hand_on`).
+On a GPU the turn is for launching: who waits for what it has launched lets the others launch behind that.
 
 Who waits for a first token waits urgently. A pass that nobody waits for that much may `give_way` between two layers:
 the urgent waiter's pass runs, then the interrupted one goes on, before anybody else. A pass gives way to urgent ones
@@ -41,11 +41,6 @@ class Turn:
     def held(self) -> bool:
         return self._held
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody waits for it."""
-        return bool(self._waiting)
-
     def acquire(self, *, urgent: bool = False) -> None:
         with self._lock:
             if not self._held:
@@ -72,11 +67,6 @@ class Turn:
             first.turn.release()
         interrupted.turn.acquire()
         return True
-
-    def hand_on(self, *, urgent: bool = False) -> None:
-        """Let everybody who waits by now have the turn, and return when it is the caller's again."""
-        self.release()
-        self.acquire(urgent=urgent)
 
     def release(self) -> None:
         """Hand the turn to the longest waiter. Raises RuntimeError if nobody holds it."""

@@ -15,7 +15,7 @@ from engine.batch import StepBatch
 from engine.engine import Engine
 from engine.request import EngineReport, KvReleased, RequestFailed, SamplingParams, Tokens
 from engine.runner import ModelRunner
-from engine.sampling import TOP_P_PREFIX, SamplingRow, sample
+from engine.sampling import TOP_P_PREFIX, Choice, SamplingRow, sample
 from swapper.errors import OutOfFrames, WorkerError
 from swapper.frames import Frame, FramePool
 from swapper.host_frames import HostFramePool
@@ -232,6 +232,28 @@ def test_a_pass_that_takes_long_to_launch_lets_others_launch_between_its_layers(
     reports.wait_for("l", "o")
     assert seen == [0], "before the first layer, where the long pass gave way"
     assert (reports.answer("l"), reports.answer("o")) == (continuation([1, 2, 3], 1), continuation([1], 1))
+
+
+def test_others_launch_while_a_pass_under_way_is_waited_for(
+    engine: Engine, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, launched, take = threading.Event(), threading.Event(), Choice.take
+
+    def take_once_the_other_has_launched(choice: Choice) -> list[Any]:
+        waited.set()
+        assert launched.wait(TIMEOUT)
+        return take(choice)
+
+    monkeypatch.setattr(Choice, "take", take_once_the_other_has_launched)
+    add(engine)
+    add(engine, "other", before=lambda batch: launched.set())
+    if not engine._model("fake").runs_ahead:
+        pytest.skip("a processor's passes have run once they are launched")
+    engine.submit(request("a", [1, 2, 3]))
+    assert waited.wait(TIMEOUT)
+    engine.submit(request("b", [4, 5], model="other"))
+    reports.wait_for("a", "b")
+    assert not reports.failed
 
 
 def test_only_one_pass_computes_at_a_time(engine: Engine, reports: Reports) -> None:

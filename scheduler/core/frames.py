@@ -83,11 +83,11 @@ class Frames:
 
     # ---- making room
 
-    def make_room(self, want: Want, lacking: Sequence[int]) -> bool:
-        """Take what lacks from victims. False if that has to wait for what is busy, or for what is worth keeping."""
+    def make_room(self, want: Want, lacking: Sequence[int]) -> None:
+        """Take what lacks from victims, or wait for what is busy, or worth keeping."""
         state, now = self._state, self._state.now
         if self._is_in_vain(want):
-            return False
+            return
         memory = self._memory(want.model, lacking)
         holders = self.idle_holders(want.model)
         busy, busy_until = self._soon_idle(want.model)
@@ -103,7 +103,7 @@ class Frames:
             if not want.is_in:
                 self.are_coming = True
                 self._group.turn_to(want.model)
-            return True
+            return
         if now >= want.due:
             self._clear(want, memory, holders)
             self._claim(lacking)
@@ -116,7 +116,6 @@ class Frames:
             self.wait(want, lacking, ask_at, is_nothing_left)
             state.wake_group(self._group, ask_at)
             self.are_spoken_for = self.are_spoken_for or is_nothing_left
-        return False
 
     def wait(self, want: Want, lacking: Sequence[int], ask_at: float, is_nothing_left: bool) -> None:
         """Nothing to try again before `ask_at`, unless something changes, or another group offers itself."""

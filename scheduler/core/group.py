@@ -53,7 +53,7 @@ class Group:
     extent_in_at: float = 0.0  # when the last one came in
     page_seconds: float | None = None  # measured: of the link, a page
     wake_at: float | None = None  # when it is to be looked at though nothing happens
-    asleep_until: float = 0.0  # nothing is decided before (policies with a tick)
+    tick_at: float | None = None  # nothing is decided before (policies with a tick); None: nobody waits for it
     listed: tuple[int, int] | None = None  # its place among the groups of its shape
 
     @property

@@ -9,6 +9,7 @@ arrive in time. A link that nobody waits for brings in ahead what may be wanted 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from mypy_extensions import mypyc_attr
@@ -25,6 +26,9 @@ from scheduler.core.state import State
 from scheduler.core.transitions import Phase
 from scheduler.core.wants import refresh
 from scheduler.policy.view import Want
+
+ROUNDING = 1e-6
+"""Of a tick: what is so close to one is one."""
 
 STALLED_LOOKED_AT = 4
 """Models waiting elsewhere that an idle group offers itself to."""
@@ -48,14 +52,14 @@ class GroupPlan:
         if group.loading:
             for placement in list(group.loading.values()):
                 state.issue_extents(group, placement)
-        if state.now < group.asleep_until:
-            state.wake_group(group, group.asleep_until)
-            return
         refresh(state, group)
-        if group.wanted:
-            self._consider_all()
-        else:
+        if not group.wanted:
+            group.tick_at = None
             self._offer()
+        elif self._policy.tick:
+            self._consider_first(self._policy.tick)
+        else:
+            self._consider_all()
         if group.busy:
             self._frames.lend_kv()
         if group.outstanding == 0 and state.now >= group.prefetch_at and not self._frames.are_coming:
@@ -72,12 +76,22 @@ class GroupPlan:
         else:
             order = self._in_order()
         for demand in order:
-            if not self._consider(demand.want) and self._policy.tick:
-                group.asleep_until = state.now + self._policy.tick
-                state.wake_group(group, group.asleep_until)
-                return
+            self._consider(demand.want)
         if self._frames.are_spoken_for:
             self._let_wait()
+
+    def _consider_first(self, tick: float) -> None:
+        """At a tick, and nobody else until the next. What frames were taken for goes on as soon as they are free."""
+        group, now = self._group, self._state.now
+        if group.tick_at is not None and group.tick_at <= now:
+            first = group.wanted.only or next(self._in_order(), None)
+            if first is not None:
+                self._consider(first.want)
+            group.tick_at = now if self._frames.are_coming else None
+        if group.tick_at is None:
+            group.tick_at = (math.floor(now / tick + ROUNDING) + 1) * tick
+        if group.tick_at > now:
+            self._state.wake_group(group, group.tick_at)
 
     def _in_order(self) -> Iterator[Demand]:
         """All that there is something to do for. Who waits for the link has its turn when an extent is in."""
@@ -117,29 +131,30 @@ class GroupPlan:
             self._state.models[name].is_offered = True
             self._state.touched_models[name] = None
 
-    def _consider(self, want: Want) -> bool:
-        """Do what can be done for it; False if memory has to be waited for."""
+    def _consider(self, want: Want) -> None:
+        """Do what can be done for it."""
         group = self._group
         model, placement = self._state.models[want.model], group.placements.get(want.model)
         if placement is not None:
             if placement.leaving is not None:
-                return True  # its page-out has to end first
+                return  # its page-out has to end first
             if placement.is_committed:
-                return self._serve(want, model, placement)
-        if want.model in self._frames.held_back:
-            return True
-        return self._bring_in(want, model, placement)
+                self._serve(want, model, placement)
+                return
+        if want.model not in self._frames.held_back:
+            self._bring_in(want, model, placement)
 
     # ---- serving what is in
 
-    def _serve(self, want: Want, model: Model, placement: Placement) -> bool:
+    def _serve(self, want: Want, model: Model, placement: Placement) -> None:
         """Let as many requests as can be join the batch, in order; a smaller one may go before one that has to wait."""
         if placement.is_suspended:
-            return self._resume(want, placement)
-        if self._policy.whole and placement.phase is not Phase.RESIDENT:
-            return True
+            self._resume(want, placement)
+            return
+        if self._policy.whole and (placement.phase is not Phase.RESIDENT or self._is_running()):
+            return
         if placement.activity is Activity.SUSPENDING:
-            return True
+            return
         most, blocked = self._state.config.max_running, None
         for request in list(model.waiting):
             if len(placement.running) >= most or want.model in self._frames.held_back:
@@ -152,7 +167,9 @@ class GroupPlan:
             if not self._serve_one(placement, request):
                 self._frames.make_room(want, [max(0, kv - placement.kv.granted)] * self._group.ranks)
                 blocked = kv
-        return blocked is None
+
+    def _is_running(self) -> bool:
+        return any(not placement.is_suspended for placement in self._group.busy.values())
 
     def _serve_one(self, placement: Placement, request: Request) -> bool:
         kv = request.kv_frames
@@ -164,7 +181,7 @@ class GroupPlan:
         self._state.serve(self._group, placement, request)
         return True
 
-    def _resume(self, want: Want, placement: Placement) -> bool:
+    def _resume(self, want: Want, placement: Placement) -> None:
         kv = placement.kv_suspended
         lacking = [max(0, kv - placement.kv.granted)] * self._group.ranks
         if self._frames.has(lacking, placement, kv):
@@ -172,12 +189,12 @@ class GroupPlan:
             model, message = self._state.models[want.model], "{} requests go on after {:.2f} s."
             self._state.explain(model, "resumed", message, len(placement.running), waited)
             self._state.resume(placement)
-            return True
-        return self._frames.make_room(want, lacking)
+        else:
+            self._frames.make_room(want, lacking)
 
     # ---- bringing a model in
 
-    def _bring_in(self, want: Want, model: Model, placement: Placement | None) -> bool:
+    def _bring_in(self, want: Want, model: Model, placement: Placement | None) -> None:
         group, state = self._group, self._state
         is_due = state.now >= want.due
         reserved = placement.reserved if placement is not None else 0
@@ -190,7 +207,8 @@ class GroupPlan:
         else:
             lacking = state.lacking(group, model, placement, last)
         if not self._frames.has(lacking, placement, kv):
-            return self._frames.make_room(want, lacking)
+            self._frames.make_room(want, lacking)
+            return
         if group.next_in != want.model:
             group.turn_to(want.model)
             message = "{} wait; {:.2f} s of {}'s link bring it in."
@@ -201,7 +219,6 @@ class GroupPlan:
         state.issue_extents(group, placement)
         if for_good and (model.waiting or placement.is_suspended):
             self._serve(want, model, placement)
-        return True
 
     def _first_kv(self, model: Model, placement: Placement | None) -> int:
         """KV frames of the first that is to run here."""

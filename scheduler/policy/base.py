@@ -16,10 +16,10 @@ class Policy(ABC):
     """A page-in that began is seen through: all frames are taken first. Otherwise each extent is a new decision."""
 
     whole: ClassVar[bool] = False
-    """Models come and go whole, and run only once they are in."""
+    """Models come and go whole, and run only once they are in, one batch at a time."""
 
     tick: ClassVar[float] = 0.0
-    """If the first cannot go, nothing goes for so long."""
+    """Every so many seconds the first is looked at, and nobody else. 0: at every event, all."""
 
     due_first: ClassVar[bool] = False
     """Who is due comes before all who are not."""

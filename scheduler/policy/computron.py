@@ -1,7 +1,8 @@
 """Computron's policy, as a baseline (arXiv 2306.13835).
 
-The model with the oldest request goes first. If it is absent, the least recently used model that is idle goes out,
-whole. If none can go, nothing at all is done until the next tick of 10 ms. A model runs once all of it is in."""
+Every 10 ms the model with the oldest request is looked at, and no other. If all of it is in and nothing runs, its
+requests go. If it is absent, the least recently used model that is idle goes out, whole, and it comes in, whole. If
+none can go, or it is still coming in, nothing happens in this tick."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "what is suspended does not go on",
         "scheduler.core.group_plan",
-        "        if placement.is_suspended:\n            return self._resume(want, placement)\n",
-        "        if placement.is_suspended:\n            return True\n",
+        "        if placement.is_suspended:\n            self._resume(want, placement)\n            return\n",
+        "        if placement.is_suspended:\n            return\n",
     ),
     Mutant(
         "what goes on gets less KV than it had",
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "requests join what is being suspended",
         "scheduler.core.group_plan",
-        "        if placement.activity is Activity.SUSPENDING:\n            return True\n",
+        "        if placement.activity is Activity.SUSPENDING:\n            return\n",
         "",
     ),
     Mutant(

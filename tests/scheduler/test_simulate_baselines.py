@@ -1,11 +1,13 @@
-"""The baselines of the benches: Computron's ticks, order and whole models; plain least recently used."""
+"""The baselines of the benches: Computron's ticks, order and whole models, the core's own too; least recently used."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.baselines import TICK
-from bench.policies import EXECUTE, PAGES, SWAP_IN, Setting, run
+from bench.policies import EXECUTE, FIGURES, FOREVER, PAGES, SETTINGS, SWAP_IN, Setting, core, group, models, run
+from scheduler.simulate.simulator import Simulator
+from scheduler.simulate.workload import gamma
 from tests.scheduler.test_simulate import asked
 
 SETTING = Setting((1, 1, 1), 1.0)  # two of three models fit
@@ -40,3 +42,17 @@ def test_plain_least_recently_used_takes_a_model_for_which_requests_wait() -> No
     order = asked((0.0, "model1"), (0.6, "model0"), (1.2, "model0"), (1.21, "model1"), (1.22, "model2"))
     assert run(SETTING, "plain", order)["page_ins"] == 4
     assert run(SETTING, "lru", order)["page_ins"] == 3  # the core has served it, and what is served keeps its pages
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_computrons_policy_in_the_core_is_the_baseline(setting: Setting) -> None:
+    """The daemon is compared with it, so it must be neither weaker nor stronger."""
+    workload = gamma(setting.named_rates, setting.cv, 20.0, seed=1)
+    everyone = models(len(setting.rates), setting.batch)
+    scheduler = core("computron", setting.batch)
+    simulator = Simulator(scheduler, [group(setting.fit)], everyone, streaming=False, timeout=FOREVER)
+    outcome, expected = simulator.run(workload), run(setting, "a", workload)
+    figures = {**outcome.summary(), "bytes": outcome.bytes_moved}
+    assert {name: figures[name] for name in FIGURES} == pytest.approx(
+        {name: expected[name] for name in FIGURES}, rel=0.02
+    )

@@ -21,7 +21,7 @@ from scheduler.policy.view import Holder, Prefetch, Rank, Want
 PATIENCE = 2.0
 """Loads. A next use that is so far away counts for 1/e of one that is now."""
 
-COST_PATIENCE = 0.6
+COST_PATIENCE = 0.5
 """Loads. The same, for whether a reload would be waited for: what is needed later can be brought in ahead."""
 
 MEANWHILE = 0.35
@@ -30,10 +30,10 @@ MEANWHILE = 0.35
 SHORTEST_PATIENCE = 0.05
 """Seconds."""
 
-STAY = 2.0
+STAY = 1.5
 """How much more another must be wanted for the link to turn to it in the middle of a page-in."""
 
-AGEING = 1.0
+AGEING = 0.4
 """Seconds that, waited all together, count as one more who waits; else who is alone and takes long waits for all."""
 
 INSTANT = 0.005

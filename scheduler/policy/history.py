@@ -17,7 +17,7 @@ from mypy_extensions import mypyc_attr
 GAPS = 60
 """Gaps that are remembered: enough to tell regular from bursty, few enough to follow a change."""
 
-DOUBT = 4.0
+DOUBT = 2.0
 """Gaps that are guessed beside those that are remembered, so that the last few of them are not believed too much.
 
 The guess falls with the time since the last request, so that of models of which little is known, the least recently

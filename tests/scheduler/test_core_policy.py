@@ -188,9 +188,10 @@ def test_an_objective_that_is_about_to_be_missed_goes_first_and_one_that_is_miss
     assert order(Gswapd(), [many, missed, tight], 0.0) == ["tight", "many", "missed"]
 
 
-def test_the_link_does_not_turn_in_the_middle_of_a_page_in_for_a_little_more() -> None:
+def test_the_link_turns_in_the_middle_of_a_page_in_but_not_for_a_little_more() -> None:
     begun, other = but(want("begun"), is_next=True), want("other", load=0.8)
     assert order(Gswapd(), [other, begun], 0.0)[0] == "begun"
+    assert order(Gswapd(), [want("other", load=0.5), begun], 0.0)[0] == "other"
 
 
 # ---- what is kept
@@ -207,6 +208,11 @@ def test_a_model_that_comes_in_bursts_is_worth_most_within_one() -> None:
     assert bursts.value(40.1, 1.0) > 5 * bursts.value(43.0, 1.0)
 
 
+def test_a_few_gaps_are_believed() -> None:
+    """Who was asked for nine times, once a second, is worth little just after that."""
+    assert seen(*range(9)).value(8.1, 0.25) < 0.15
+
+
 def test_a_scan_flushes_nothing() -> None:
     """Row 24. What was seen once goes before what is asked for regularly, however recent."""
     hot, scanned = keeps("hot", regular(99.5)), keeps("scanned", seen(99.9))
@@ -218,7 +224,7 @@ def test_what_is_needed_soon_is_displaced_when_those_who_wait_have_waited_for_wh
     assert Gswapd().victims(want("new", at=100.0), [soon], 100.0) == []
     at = Gswapd().worth_at(want("new", at=100.0), [soon], 100.0)
     assert at is not None
-    assert 100.0 < at < 101.0
+    assert 100.0 < at < 100.28
     assert Gswapd().victims(want("new", waited=1.0, at=100.0), [soon], 100.0) == [soon]
 
 
@@ -239,7 +245,7 @@ def test_what_is_about_to_be_idle_is_waited_for_if_its_return_costs_less() -> No
 
 
 def test_who_is_alone_comes_before_more_when_it_has_waited_for_long() -> None:
-    alone, many = want("alone", waited=3.5), want("many", queue=3, waited=0.3)
+    alone, many = want("alone", waited=1.5), want("many", queue=3, waited=0.3)
     assert order(Gswapd(), [want("alone"), many], 0.0) == ["many", "alone"]
     assert order(Gswapd(), [alone, many], 0.0) == ["alone", "many"]
 

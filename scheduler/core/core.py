@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import inf
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
@@ -49,33 +48,31 @@ def _woken(state: State, event: events.Tick) -> None:
         state.wake_at = inf
 
 
-_HANDLERS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
-    {
-        events.Arrived: admission.arrived,
-        events.Cancelled: admission.cancelled,
-        events.LoadWanted: admission.load_wanted,
-        events.EvictWanted: admission.evict_wanted,
-        events.Pinned: admission.pinned,
-        events.Unpinned: admission.unpinned,
-        events.ModelAdded: admission.model_added,
-        events.ModelChanged: admission.model_changed,
-        events.ModelRemoved: admission.model_removed,
-        events.PagedIn: completions.paged_in,
-        events.PageInFailed: completions.page_in_failed,
-        events.PagedOut: completions.paged_out,
-        events.PageOutFailed: completions.page_out_failed,
-        events.KvWanted: completions.kv_wanted,
-        events.KvReleased: completions.kv_released,
-        events.Finished: completions.finished,
-        events.WorkerUp: completions.worker_up,
-        events.WorkerLost: completions.worker_lost,
-        events.DrainBegan: _drain_began,
-        events.Started: completions.started,
-        events.Suspended: completions.suspended,
-        events.Resumed: completions.resumed,
-        events.Tick: _woken,
-    }
-)
+_HANDLERS: Final[dict[type[events.Event], Callable[[State, Any], None]]] = {
+    events.Arrived: admission.arrived,
+    events.Cancelled: admission.cancelled,
+    events.LoadWanted: admission.load_wanted,
+    events.EvictWanted: admission.evict_wanted,
+    events.Pinned: admission.pinned,
+    events.Unpinned: admission.unpinned,
+    events.ModelAdded: admission.model_added,
+    events.ModelChanged: admission.model_changed,
+    events.ModelRemoved: admission.model_removed,
+    events.PagedIn: completions.paged_in,
+    events.PageInFailed: completions.page_in_failed,
+    events.PagedOut: completions.paged_out,
+    events.PageOutFailed: completions.page_out_failed,
+    events.KvWanted: completions.kv_wanted,
+    events.KvReleased: completions.kv_released,
+    events.Finished: completions.finished,
+    events.WorkerUp: completions.worker_up,
+    events.WorkerLost: completions.worker_lost,
+    events.DrainBegan: _drain_began,
+    events.Started: completions.started,
+    events.Suspended: completions.suspended,
+    events.Resumed: completions.resumed,
+    events.Tick: _woken,
+}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -215,17 +212,15 @@ def _check_paged_in(state: State, event: events.PagedIn) -> None:
         raise InvalidTransition(f"extents come in order: the next ends at page {first.last}, epoch {first.epoch}")
 
 
-_CHECKS: Mapping[type[events.Event], Callable[[State, Any], None]] = MappingProxyType(
-    {
-        events.Arrived: _check_request,
-        events.LoadWanted: _check_job,
-        events.EvictWanted: _check_job,
-        events.ModelAdded: _check_added,
-        events.PagedIn: _check_paged_in,
-        events.KvReleased: _check_kv_released,
-        events.PagedOut: _check_paged_out,
-    }
-)
+_CHECKS: Final[dict[type[events.Event], Callable[[State, Any], None]]] = {
+    events.Arrived: _check_request,
+    events.LoadWanted: _check_job,
+    events.EvictWanted: _check_job,
+    events.ModelAdded: _check_added,
+    events.PagedIn: _check_paged_in,
+    events.KvReleased: _check_kv_released,
+    events.PagedOut: _check_paged_out,
+}
 """What neither a client, nor a worker, nor a race between them can cause raises InvalidTransition here."""
 
 

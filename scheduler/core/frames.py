@@ -59,12 +59,14 @@ class Frames:
         kept = 0
         if placement is not None and kv:
             kept = max(0, min(placement.kv.reserved, kv) - placement.kv.granted)
-        for need, there in zip(lacking, self._group.ledger.free(), strict=True):
-            if need - kept > there:
+        free = self._group.ledger.free()
+        for rank, need in enumerate(lacking):
+            if need - kept > free[rank]:
                 return False
         if self._claims is None:
             return True
-        return all(need <= max(0, there) for need, there in zip(lacking, self._unclaimed(), strict=True))
+        unclaimed = self._unclaimed()
+        return not any(need > max(0, unclaimed[rank]) for rank, need in enumerate(lacking))
 
     def _unclaimed(self) -> list[int]:
         """Frames on each rank that are free, or KV that is being given back, less what is claimed."""
@@ -75,11 +77,14 @@ class Frames:
         free = group.ledger.free()
         if self._claims is None:
             return [there + coming for there in free] if coming else free
-        return [there + coming - claimed for there, claimed in zip(free, self._claims, strict=True)]
+        return [there + coming - self._claims[rank] for rank, there in enumerate(free)]
 
     def _claim(self, lacking: Sequence[int]) -> None:
-        before = self._claims or [0] * self._group.ranks
-        self._claims = [claimed + need for claimed, need in zip(before, lacking, strict=True)]
+        before = self._claims
+        if before is None:
+            self._claims = list(lacking)
+        else:
+            self._claims = [before[rank] + need for rank, need in enumerate(lacking)]
 
     # ---- making room
 
@@ -202,9 +207,9 @@ class Frames:
 
     def _memory(self, model: str, lacking: Sequence[int]) -> Memory:
         """The group's memory as this demand sees it."""
-        placements = self._group.placements.values()
+        placements, unclaimed = self._group.placements.values(), self._unclaimed()
         return Memory(
-            short=[need - unclaimed for need, unclaimed in zip(lacking, self._unclaimed(), strict=True)],
+            short=[need - unclaimed[rank] for rank, need in enumerate(lacking)],
             incoming=self._state.models[model].identities,
             counts=self._group.ledger.holders,
             leaving=[(self.holder(p), p.leaving.keep) for p in placements if p.leaving is not None],

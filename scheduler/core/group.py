@@ -55,10 +55,10 @@ class Group:
     wake_at: float | None = None  # when it is to be looked at though nothing happens
     tick_at: float | None = None  # nothing is decided before (policies with a tick); None: nobody waits for it
     listed: tuple[int, int] | None = None  # its place among the groups of its shape
+    mesh: Mesh = field(init=False)
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.ranks, self.pp
+    def __post_init__(self) -> None:
+        self.mesh = self.ranks, self.pp
 
     def turn_to(self, model: str) -> None:
         """Its link is for this model now."""

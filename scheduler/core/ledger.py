@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from mypy_extensions import mypyc_attr
 
-Shards = Sequence[Sequence[int]]
+Shards = tuple[tuple[int, ...], ...]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -50,14 +50,14 @@ class Ledger:
 
     def hold(self, shards: Shards, first: int, last: int) -> None:
         """Reserve pages `[first, last)` of every rank. The caller has made sure that they fit."""
-        for shard, held in zip(shards, self._holders, strict=True):
-            for page in shard[first:last]:
+        for rank, held in enumerate(self._holders):
+            for page in shards[rank][first:last]:
                 held[page] = held.get(page, 0) + 1
 
     def drop(self, shards: Shards, first: int, last: int) -> None:
         """Give up pages `[first, last)` of every rank."""
-        for shard, held in zip(shards, self._holders, strict=True):
-            for page in shard[first:last]:
+        for rank, held in enumerate(self._holders):
+            for page in shards[rank][first:last]:
                 held[page] -= 1
                 if not held[page]:
                     del held[page]

@@ -105,8 +105,8 @@ def completion(state: State, model: Model, group: Group, kv: int) -> float:
     """Seconds until a request that comes now may be complete there: what is ahead of it, its load, and its run."""
     refresh(state, group)
     ahead = (group.wanted.ahead - group.wanted.load(model.spec.name)) / 1e9
-    missing = max(group.ledger.missing(model.spec.shards)) + kv
-    short = missing - group.ledger.least_free
+    missing = max(state.lacking(group, model, group.placements.get(model.spec.name), model.pages))
+    short = missing + kv - group.ledger.least_free
     if short > 0:
         ahead += _room_seconds(state, group, model, short)
     return ahead + remaining_seconds(state, group, model) + run_seconds(state, model)

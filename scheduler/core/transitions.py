@@ -6,9 +6,9 @@ An event or action that the table does not list raises InvalidTransition and cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
-from types import MappingProxyType
+from typing import Final
 
 
 class Phase(StrEnum):
@@ -42,25 +42,23 @@ class Signal(StrEnum):
     __hash__ = str.__hash__
 
 
-TRANSITIONS: Mapping[tuple[Phase, Signal], Phase] = MappingProxyType(
-    {
-        (Phase.ABSENT, Signal.PAGE_IN): Phase.LOADING,
-        (Phase.FAILED, Signal.PAGE_IN): Phase.LOADING,
-        (Phase.PARTIAL, Signal.PAGE_IN): Phase.LOADING,
-        (Phase.LOADING, Signal.PAGE_IN): Phase.LOADING,
-        (Phase.LOADING, Signal.EXTENT_IN): Phase.LOADING,
-        (Phase.LOADING, Signal.STOPPED): Phase.PARTIAL,
-        (Phase.LOADING, Signal.ALL_IN): Phase.RESIDENT,
-        (Phase.LOADING, Signal.IN_FAILED): Phase.FAILED,
-        (Phase.PARTIAL, Signal.PAGE_OUT): Phase.EVICTING,
-        (Phase.RESIDENT, Signal.PAGE_OUT): Phase.EVICTING,
-        (Phase.EVICTING, Signal.TAIL_OUT): Phase.PARTIAL,
-        (Phase.EVICTING, Signal.ALL_OUT): Phase.ABSENT,
-        (Phase.EVICTING, Signal.OUT_FAILED_WHOLE): Phase.RESIDENT,
-        (Phase.EVICTING, Signal.OUT_FAILED_PART): Phase.PARTIAL,
-        **{(phase, Signal.LOST): Phase.ABSENT for phase in Phase},
-    }
-)
+TRANSITIONS: Final[dict[tuple[Phase, Signal], Phase]] = {
+    (Phase.ABSENT, Signal.PAGE_IN): Phase.LOADING,
+    (Phase.FAILED, Signal.PAGE_IN): Phase.LOADING,
+    (Phase.PARTIAL, Signal.PAGE_IN): Phase.LOADING,
+    (Phase.LOADING, Signal.PAGE_IN): Phase.LOADING,
+    (Phase.LOADING, Signal.EXTENT_IN): Phase.LOADING,
+    (Phase.LOADING, Signal.STOPPED): Phase.PARTIAL,
+    (Phase.LOADING, Signal.ALL_IN): Phase.RESIDENT,
+    (Phase.LOADING, Signal.IN_FAILED): Phase.FAILED,
+    (Phase.PARTIAL, Signal.PAGE_OUT): Phase.EVICTING,
+    (Phase.RESIDENT, Signal.PAGE_OUT): Phase.EVICTING,
+    (Phase.EVICTING, Signal.TAIL_OUT): Phase.PARTIAL,
+    (Phase.EVICTING, Signal.ALL_OUT): Phase.ABSENT,
+    (Phase.EVICTING, Signal.OUT_FAILED_WHOLE): Phase.RESIDENT,
+    (Phase.EVICTING, Signal.OUT_FAILED_PART): Phase.PARTIAL,
+    **{(phase, Signal.LOST): Phase.ABSENT for phase in Phase},
+}
 
 
 class InvalidTransition(Exception):

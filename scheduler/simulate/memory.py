@@ -66,31 +66,37 @@ class SimulatedMemory:
     def _read(self) -> None:
         """Begin the first page-in that was asked for: its pages of the host tier, then those of storage."""
         action, spec = self._asked[0], self._spec
-        sources = {"alias": 0, "host": 0, "storage": 0}
+        alias = host = storage = 0
+        held = self._held
         for page in self._models[action.model].spec.shards[0][action.first : action.last]:
-            sources[self._source(page)] += 1
-            self._held[page] = self._held.get(page, 0) + 1
-        for source, pages in sources.items():
-            nbytes = pages * spec.page_bytes * spec.ranks
-            moved = self._simulator.outcome.bytes_by_source
-            moved[source] = moved.get(source, 0) + nbytes
+            mapped = held.get(page, 0)
+            held[page] = mapped + 1
+            if mapped:
+                alias += 1
+            elif self._is_in_host_tier(page):
+                host += 1
+            else:
+                storage += 1
+        moved, page_bytes = self._simulator.outcome.bytes_by_source, spec.page_bytes * spec.ranks
+        moved["alias"] = moved.get("alias", 0) + alias * page_bytes
+        moved["host"] = moved.get("host", 0) + host * page_bytes
+        moved["storage"] = moved.get("storage", 0) + storage * page_bytes
         pages = action.last - action.first
-        seconds = pages * spec.page_seconds + sources["host"] * spec.page_bytes / spec.host_rate
-        stored = sources["storage"] * spec.page_bytes / spec.storage_rate if sources["storage"] else 0.0
+        seconds = pages * spec.page_seconds + host * spec.page_bytes / spec.host_rate
+        stored = storage * spec.page_bytes / spec.storage_rate if storage else 0.0
         self._simulator.at(self._simulator.now + seconds, self._read_stored, stored)
 
-    def _source(self, page: int) -> str:
-        if page in self._held:
-            return "alias"
+    def _is_in_host_tier(self, page: int) -> bool:
+        """Where it is from now on, in any case."""
         if not self._spec.storage_rate:
-            return "host"
+            return True
         found = page in self._tier
         if self._spec.host_pages:
             self._tier[page] = None
             self._tier.move_to_end(page)
             if len(self._tier) > self._spec.host_pages:
                 self._tier.popitem(last=False)
-        return "host" if found else "storage"
+        return found
 
     def _read_stored(self, work: float) -> None:
         if work:

@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "what an older demand waits for is given away",
         "scheduler.core.frames",
-        "[claimed + need for claimed, need in zip(before, lacking, strict=True)]",
+        "[before[rank] + need for rank, need in enumerate(lacking)]",
         "before",
     ),
     Mutant(

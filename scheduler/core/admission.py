@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from scheduler.core.actions import Cancel, Done, Reason, Reject
 from scheduler.core.events import (
@@ -23,10 +24,10 @@ from scheduler.core.placement import Placement
 from scheduler.core.requests import Job, JobKind, Request
 from scheduler.core.state import State
 
-LONGEST_RETRY_AFTER = 60.0
+LONGEST_RETRY_AFTER: Final = 60.0
 """Seconds. An estimate from the backlog beyond this says nothing."""
 
-SHORTEST_RETRY_AFTER = 1.0
+SHORTEST_RETRY_AFTER: Final = 1.0
 
 
 def arrived(state: State, event: Arrived) -> None:

@@ -6,6 +6,8 @@ one: after a group was lost or a model failed, a report may still be on its way 
 
 from __future__ import annotations
 
+from typing import Final
+
 from scheduler.core.actions import Fail, Reason
 from scheduler.core.admission import refuse_hopeless, refuse_suspended
 from scheduler.core.events import (
@@ -32,7 +34,7 @@ from scheduler.core.state import State
 from scheduler.core.transitions import Signal
 from scheduler.core.wanted import Wanted
 
-MOST_LOSSES = 3
+MOST_LOSSES: Final = 3
 """A request that ran on so many groups when they were lost is not run again: it may be what they die of."""
 
 

@@ -33,7 +33,7 @@ __all__ = ["CoreConfig", "InvalidTransition", "SchedulerCore"]
 
 POLICIES: Mapping[PolicyName, type[Policy]] = {"gswapd": Gswapd, "lru": Lru, "computron": Computron}
 
-HISTORY = 32
+HISTORY: Final = 32
 """Events that an InvalidTransition tells of."""
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from scheduler.core.group import Group
 from scheduler.core.ledger import distinct_pages
 from scheduler.core.model import Model
 from scheduler.core.state import State
 from scheduler.core.view import KvRoom
 
-MINIMAL_KV = 1
+MINIMAL_KV: Final = 1
 """KV frames a group must have left beside its pinned models."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -23,13 +24,13 @@ from scheduler.core.transitions import Phase
 from scheduler.policy.tails import make_room, who_must_drain
 from scheduler.policy.view import Holder, Memory, Want
 
-SOON_IDLE = 4.0
+SOON_IDLE: Final = 4.0
 """Runs. What has run for so many of its usual runs may run on for long: nobody counts on its end."""
 
-LONG_RUN = 0.5
+LONG_RUN: Final = 0.5
 """Seconds. What is expected to be done sooner is waited for rather than suspended."""
 
-MOST_KNOWN = 16
+MOST_KNOWN: Final = 16
 """Models that were paged out here and may be brought in again before they are asked for."""
 
 

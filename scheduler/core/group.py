@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scheduler.core.model import Model
 
 
-SLACK = 16
+SLACK: Final = 16
 """Places of groups that may be out of date before they are swept, beside a few for each group."""
 
 
@@ -105,15 +105,19 @@ class Shape:
     def freest(self, count: int) -> list[Group]:
         """The groups that have least to do, at most `count` of those that are up."""
         self._rank_changed()
-        found: dict[tuple[tuple[int, int], str], Group] = {}
-        while self._heap and len(found) < count:
-            entry = heappop(self._heap)
+        heap, entries = self._heap, list[tuple[tuple[int, int], str]]()
+        found: list[Group] = []
+        while heap and len(found) < count:
+            entry = heappop(heap)
+            if entries and entries[-1] == entry:
+                continue  # it was at this place before, was elsewhere, and came back
             group = self.groups.get(entry[1])
             if group is not None and group.up and group.listed == entry[0]:
-                found[entry] = group
-        for entry in found:
-            heappush(self._heap, entry)
-        return list(found.values())
+                entries.append(entry)
+                found.append(group)
+        for entry in entries:
+            heappush(heap, entry)
+        return found
 
     def _rank_changed(self) -> None:
         for name in self._changed:

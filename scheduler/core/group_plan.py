@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -27,10 +28,10 @@ from scheduler.core.transitions import Phase
 from scheduler.core.wants import refresh
 from scheduler.policy.view import Want
 
-ROUNDING = 1e-6
+ROUNDING: Final = 1e-6
 """Of a tick: what is so close to one is one."""
 
-STALLED_LOOKED_AT = 4
+STALLED_LOOKED_AT: Final = 4
 """Models waiting elsewhere that an idle group offers itself to."""
 
 

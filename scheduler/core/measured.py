@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from scheduler.core.group import Group
 from scheduler.core.model import Model
 from scheduler.core.placement import Placement
 from scheduler.core.requests import Request
 from scheduler.core.state import State
 
-RECENT = 0.3
+RECENT: Final = 0.3
 """Weight of the latest measurement in an average."""
 
-EXTENT_SECONDS = 0.025
+EXTENT_SECONDS: Final = 0.025
 """An extent, until one was measured."""
 
-RUN_SECONDS = 1.0
+RUN_SECONDS: Final = 1.0
 """A request, until one was measured."""
 
 

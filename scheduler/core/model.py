@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from scheduler.core.events import Mesh, ModelSpec
 from scheduler.core.placement import Placement
@@ -12,7 +13,7 @@ from scheduler.core.requests import Job, Request
 from scheduler.core.view import Decision, DecisionKind
 from scheduler.policy.history import History
 
-DECISIONS = 16
+DECISIONS: Final = 16
 """Explanations that are kept of each model."""
 
 Explained = tuple[float, DecisionKind, str, tuple[object, ...]]

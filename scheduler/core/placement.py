@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final
+
+from mypy_extensions import mypyc_attr
 
 from scheduler.core.kv import KvAccount
 from scheduler.core.transitions import TRANSITIONS, Phase, Signal, impossible
 
-EXTENTS_AHEAD = 2
+EXTENTS_AHEAD: Final = 2
 """Extents that are outstanding at a time: one is read, the next is queued behind it."""
 
-PAGE_OUT_TRIES = 5
+PAGE_OUT_TRIES: Final = 5
 """A page-out that failed so often in a row is not tried again: unmapping does not fail on a sound worker."""
 
 
 # Members of an enum are looked up slowly; these are asked for in every pass.
-_HERE = (Phase.LOADING, Phase.RESIDENT)
+_HERE: Final = (Phase.LOADING, Phase.RESIDENT)
 _SETTLED = (Phase.PARTIAL, Phase.RESIDENT)
 
 
@@ -31,22 +33,30 @@ class Activity(Enum):
     RESUMING = auto()
 
 
-_SUSPENDED = Activity.SUSPENDED  # as above
+_SUSPENDED: Final = Activity.SUSPENDED  # as above
 
 
-class Extent(NamedTuple):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Extent:
     """An outstanding PageIn."""
 
-    last: int
-    epoch: int
-    at: float
+    __slots__ = ("at", "epoch", "last")
+
+    def __init__(self, last: int, epoch: int, at: float) -> None:
+        self.last = last
+        self.epoch = epoch
+        self.at = at
 
 
-class Leaving(NamedTuple):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Leaving:
     """The outstanding PageOut."""
 
-    keep: int
-    epoch: int
+    __slots__ = ("epoch", "keep")
+
+    def __init__(self, keep: int, epoch: int) -> None:
+        self.keep = keep
+        self.epoch = epoch
 
 
 @dataclass(slots=True)
@@ -88,7 +98,10 @@ class Placement:
 
     def awaits(self, epoch: int) -> bool:
         """Whether an outstanding PageIn has this epoch."""
-        return any(extent.epoch == epoch for extent in self.extents)
+        for extent in self.extents:  # noqa: SIM110  a generator takes longer than there are extents to look at
+            if extent.epoch == epoch:
+                return True
+        return False
 
     @property
     def is_held(self) -> bool:

@@ -6,6 +6,8 @@ and loses it as it loses its pages: a copy is worth half."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from scheduler.core.fitting import can_hold
 from scheduler.core.group import Group
 from scheduler.core.measured import load_seconds, remaining_seconds, run_seconds
@@ -14,13 +16,13 @@ from scheduler.core.placement import Placement
 from scheduler.core.state import State
 from scheduler.core.wants import refresh
 
-CANDIDATES = 3
+CANDIDATES: Final = 3
 """Groups that are looked at closely for a model, beside those that hold some of it."""
 
-LEAST_PATIENCE = 0.1
+LEAST_PATIENCE: Final = 0.1
 """Seconds after which who waits looks at other groups again, at least."""
 
-REPLICA_PAYS = 1.5
+REPLICA_PAYS: Final = 1.5
 """How much longer the queue must be expected to take than a load elsewhere."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-SLACK = 64
+SLACK: Final = 64
 """Timers that may be out of date before the heap is swept, beside as many as there are true ones."""
 
 

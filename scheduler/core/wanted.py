@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
 from scheduler.core.ranking import Demand, Ranking
 from scheduler.policy.view import Rank, Want
 
-SLACK = 16
+SLACK: Final = 16
 """Moments that may be out of date before they are swept, beside twice as many as there are demands."""
 
 

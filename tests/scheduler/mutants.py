@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "a page-in's epoch is not looked at",
         "scheduler.core.placement",
-        "return any(extent.epoch == epoch for extent in self.extents)",
-        "return bool(self.extents)",
+        "            if extent.epoch == epoch:\n",
+        "            if True:\n",
     ),
     Mutant(
         "a page-out's epoch is not looked at",
@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "a third extent is asked for",
         "scheduler.core.placement",
-        "EXTENTS_AHEAD = 2",
-        "EXTENTS_AHEAD = 3",
+        "EXTENTS_AHEAD: Final = 2",
+        "EXTENTS_AHEAD: Final = 3",
     ),
     Mutant(
         "a page-in stops under a running request",

@@ -94,7 +94,9 @@ class Ranking:
 
     def _play(self, node: int, now: float) -> None:
         left, right = self._first[2 * node], self._first[2 * node + 1]
-        until = min(self._until[2 * node], self._until[2 * node + 1])
+        until, other = self._until[2 * node], self._until[2 * node + 1]
+        if other < until:
+            until = other
         if left is None or right is None:
             self._first[node] = left or right
         else:

@@ -52,5 +52,5 @@ bench: $(READY)  ## measure: each bench prints its bars and saves bench/results/
 compiled: $(READY)  ## a wheel whose scheduler is compiled, in dist/ (needs a C compiler)
 	COMPILE_SCHEDULER=1 $(BIN)/pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean:  ## remove the virtual environment, builds and caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -81,11 +81,8 @@ class Frames:
         return [there + coming - self._claims[rank] for rank, there in enumerate(free)]
 
     def _claim(self, lacking: Sequence[int]) -> None:
-        before = self._claims
-        if before is None:
-            self._claims = list(lacking)
-        else:
-            self._claims = [before[rank] + need for rank, need in enumerate(lacking)]
+        before = self._claims if self._claims is not None else [0] * self._group.ranks
+        self._claims = [before[rank] + need for rank, need in enumerate(lacking)]
 
     # ---- making room
 

@@ -346,27 +346,24 @@ class ModelRunner:
 
     def _complete(self, launched: _Launched) -> bool:
         """Wait for a step's tokens and report them. False if a step was launched behind it with other tokens."""
-        with self._turn_given():
-            with _blame():
-                sampled = launched.choice.take()
-            self.steps += 1
-            computing = time.perf_counter() - self._began - self._paging - self._giving_way
-            if self._recorder.on:
-                self._record(launched.step, computing)
-            self._batcher.complete(launched.step, sampled, computing, self._paging)
-            self._begin_measuring()
-            self._report()
+        with _blame():
+            sampled = self._take(launched.choice)
+        self.steps += 1
+        computing = time.perf_counter() - self._began - self._paging - self._giving_way
+        if self._recorder.on:
+            self._record(launched.step, computing)
+        self._batcher.complete(launched.step, sampled, computing, self._paging)
+        self._begin_measuring()
+        self._report()
         return not launched.choice.revised
 
-    @contextmanager
-    def _turn_given(self) -> Iterator[None]:
-        """On a GPU, others launch their passes meanwhile, behind what is under way."""
+    def _take(self, choice: Results) -> list[Any]:
+        """Wait for tokens. On a GPU, others launch their passes meanwhile, behind what is under way."""
         if not self.runs_ahead:
-            yield
-            return
+            return choice.take()
         self._turn.release()
         try:
-            yield
+            return choice.take()
         finally:
             began = time.perf_counter()
             self._turn.acquire()

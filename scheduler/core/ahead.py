@@ -34,6 +34,8 @@ def _candidate(state: State, group: Group, frames: Frames, name: str) -> Holder 
     model = state.models[name]
     if name in group.wanted or model.is_leaving or model.sent_away or model.history.next_use(state.now) is None:
         return None
+    if state.now < model.retry_at:
+        return None  # its load has failed, here or on another group
     placement = group.placements.get(name)
     if placement is None or placement.phase is Phase.ABSENT:
         return frames.holder(Placement(name, group.name, model.pages, 0))

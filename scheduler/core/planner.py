@@ -153,11 +153,12 @@ class Planner:
                 self._state.fail_job(job, "engine_failed", message)
 
     def _leave(self, model: Model) -> None:
-        """All its pages go once nothing runs. What was suspended goes on first."""
+        """All its pages go once nothing runs. What was suspended goes on first, after the pause of a failed load."""
         for placement in list(model.placements.values()):
             group = self._state.groups[placement.group]
             if placement.is_suspended:
-                self._want_back(model, group)
+                if self._state.now >= model.retry_at:
+                    self._want_back(model, group)
             elif not placement.running:
                 if placement.reserved > placement.issued:
                     self._state.revoke(group, placement)

@@ -150,6 +150,8 @@ class World:
         if isinstance(event, ev.Finished) and event.request in self.live:
             del self.live[event.request]
             del self.busy_at[event.request]
+        if isinstance(event, ev.PagedIn) and event.last == len(self.shards[event.model][0]):
+            self.retry_at.pop(event.model, None)  # what began before the failure, on another group, has succeeded
         self.send(event)
 
     def advance(self, seconds: float) -> None:

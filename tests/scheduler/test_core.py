@@ -233,6 +233,43 @@ def test_a_pinned_model_is_loaded_again_by_itself_after_a_failure() -> None:
     assert only(desk.at(1.0), act.PageIn)
 
 
+def test_the_pause_after_a_failure_is_kept_by_what_comes_in_ahead_on_another_group() -> None:
+    desk = Desk(replace(CONFIG, load_backoff=4.0), g=3)
+    desk.extent_seconds = 0.1
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    for second in range(20):
+        desk.now = float(second)
+        desk.answer(desk.arrive(f"a{second}", "A"))
+        desk.finish(f"a{second}")
+    desk.now = 19.3
+    desk.answer(desk.arrive("b", "B"))
+    while desk.core.request("b") == "waiting":
+        desk.answer(desk.at(desk.now + 0.01))
+    desk.send(ev.WorkerUp(desk.now, "h", 3))
+    (page_in,) = only(desk.arrive("a", "A"), act.PageIn)
+    desk.send(ev.PageInFailed(desk.now, "h", "A", page_in.epoch, "short read"))
+    desk.now = 20.3
+    assert not only(desk.finish("b"), act.PageIn)
+
+
+def test_the_pause_after_a_failure_is_kept_by_what_is_suspended_and_removed() -> None:
+    """It has to come in once more, to end; its load has failed on another group."""
+    desk = Desk(replace(CONFIG, time_slice=1.0), g=4)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4, 5))
+    desk.answer(desk.arrive("a", "A", kv=2))
+    desk.arrive("b", "B")
+    [suspend] = [action for second in range(1, 9) for action in only(desk.at(float(second)), act.Suspend)]
+    desk.answer(desk.send(ev.Suspended(8.0, "g", "A", suspend.epoch, kv_frames=2)))
+    desk.send(ev.WorkerUp(8.0, "h", 4))
+    (page_in,) = only(desk.arrive("a2", "A"), act.PageIn)
+    desk.send(ev.PageInFailed(8.0, "h", "A", page_in.epoch, "short read"))
+    desk.send(ev.ModelRemoved(8.0, "A"))
+    assert not only(desk.finish("b"), act.PageIn)
+    assert [page_in.group for page_in in only(desk.answer(desk.at(9.0)), act.PageIn)] == ["g"]
+
+
 def test_a_page_out_that_fails_is_tried_five_times_and_then_the_evict_fails() -> None:
     desk = Desk(g=4)
     desk.add("A", (1, 2))

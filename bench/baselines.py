@@ -10,15 +10,21 @@ model is still coming in, nothing happens in this tick. A model answers once all
 side and wait for no tick; a model answers while it comes in, and who comes meanwhile joins; no more goes than is
 needed, which is a whole model here, as all are of one size. Link and processor each take the oldest request first, and
 what was used least recently goes, though requests wait for it.
+
+And a limit, `foresee`: our own core with a policy that need not guess, because it knows when requests will come.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from scheduler.core import actions, events
+from scheduler.core.core import SchedulerCore
+from scheduler.policy.history import History
+from scheduler.simulate.workload import Workload
 
 TICK = 0.01
 
@@ -123,3 +129,25 @@ class PlainLruCore(ComputronCore):
     def _is_taken(self) -> bool:
         """Whether the processor has a batch of a complete model."""
         return any(self._loaded[model] for model in self._running.values())
+
+
+class _Foreseen(History):
+    """Of one model whose arrivals are known beforehand."""
+
+    def __init__(self, arrivals: Sequence[float]) -> None:
+        super().__init__()
+        self._arrivals = arrivals
+
+    def value(self, now: float, patience: float) -> float:
+        expected = self.next_use(now)
+        return math.exp((now - expected) / patience) if expected is not None else 0.0
+
+    def next_use(self, now: float) -> float | None:
+        following = bisect_right(self._arrivals, now)
+        return self._arrivals[following] if following < len(self._arrivals) else None
+
+
+def foresee(core: SchedulerCore, workload: Workload) -> None:
+    """Let a core that knows its models know when each of their requests will come."""
+    for index, name in enumerate(workload.models):
+        core._state.models[name].history = _Foreseen(workload.at[workload.which == index].tolist())

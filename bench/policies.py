@@ -12,6 +12,8 @@ which shows what policy adds to mechanism. There are two of (b), told apart in t
   core does for every policy. Requests of a model that is in are served as they come, whoever runs, and what is served
   keeps its pages. It has no extent-by-extent decisions and no prefetch.
 
+`foreseen` is no bar but a limit: ours, told when each request will come.
+
 Bytes are page-ins. Every setting runs with one default configuration.
 
 Figures are averages over seeds. With `--published`, (a) runs against Computron's own flawed generator for 30 s, beside
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, geometric_mean
 
-from bench.baselines import ComputronCore, PlainLruCore
+from bench.baselines import ComputronCore, PlainLruCore, foresee
 from bench.report import Bar, report
 from scheduler.core.config import CoreConfig
 from scheduler.core.core import SchedulerCore
@@ -56,6 +58,7 @@ PAPER = {  # mean latencies of the paper, in the order of CVS
 }
 WAIT_BOUND = 5.0
 FIGURES = ("mean", "p99", "bytes")
+FORESEEN = "foreseen"
 BASELINES = {"a": ComputronCore, "plain": PlainLruCore}
 
 
@@ -120,9 +123,10 @@ def core(policy: str, batch: int) -> SchedulerCore:
 
 
 def run(setting: Setting, who: str, workload: Workload) -> dict[str, float]:
-    """`who`: a baseline, or a policy of the core."""
+    """`who`: a baseline, a policy of the core, or the limit, `FORESEEN`."""
     baseline = BASELINES.get(who)
-    scheduler: Core = baseline(setting.fit, setting.batch) if baseline else core(who, setting.batch)
+    policy = "gswapd" if who == FORESEEN else who
+    scheduler: Core = baseline(setting.fit, setting.batch) if baseline else core(policy, setting.batch)
     simulator = Simulator(
         scheduler,
         [group(setting.fit)],
@@ -130,6 +134,9 @@ def run(setting: Setting, who: str, workload: Workload) -> dict[str, float]:
         streaming=who != "a",
         timeout=FOREVER,
     )
+    if who == FORESEEN:
+        assert isinstance(scheduler, SchedulerCore)
+        foresee(scheduler, workload)
     outcome = simulator.run(workload)
     summary = outcome.summary()
     assert not summary["failed"], summary["reasons"]
@@ -176,6 +183,19 @@ def table(results: dict[Setting, dict[str, dict[str, float]]], ours: str) -> Ite
         yield f"{setting!s:<32}{means}" + "".join(f"{ratio:12.2f}" for ratio in ratios)
 
 
+def limit(results: dict[Setting, dict[str, dict[str, float]]]) -> str:
+    """What foresight would make of it, against each baseline."""
+    rows = list(results.values())
+    ratios = {
+        base: [geometric_mean(figures[FORESEEN][name] / figures[base][name] for figures in rows) for name in FIGURES]
+        for base in ("a", "plain", "lru")
+    }
+    return "\n".join(
+        f"told when requests will come, ours against {base}: " + ", ".join(f"{ratio:.3f}" for ratio in its)
+        for base, its in ratios.items()
+    )
+
+
 def bars(results: dict[Setting, dict[str, dict[str, float]]], ours: str) -> list[Bar]:
     def ratios(name: str, base: str, where: Callable[[Setting], bool] = lambda _: True) -> list[float]:
         return [f[ours][name] / f[base][name] for setting, f in results.items() if where(setting)]
@@ -216,11 +236,12 @@ def main() -> int:
                 paper = PAPER[setting.rates][CVS.index(setting.cv)]
                 print(f"{setting!s:<32}{fmean(means[index : index + options.seeds]):8.3f}  paper {paper:.3f}")
             return 0
-        runs = list(pool.map(partial(compare, options.seconds, ("a", "plain", "lru", options.policy)), jobs))
+        runs = list(pool.map(partial(compare, options.seconds, ("a", "plain", "lru", FORESEEN, options.policy)), jobs))
     results = {
         jobs[index][0]: averaged(runs[index : index + options.seeds]) for index in range(0, len(jobs), options.seeds)
     }
     print("\n".join(table(results, options.policy)))
+    print(limit(results))
     figures = {str(setting): averages for setting, averages in results.items()}
     if (options.seeds, options.seconds, options.policy, options.only) != (10, 300.0, "gswapd", ""):
         for bar in bars(results, options.policy):  # a look, not a result

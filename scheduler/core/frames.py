@@ -1,9 +1,10 @@
 """A group's frames in one pass: what is free, what is claimed, and what can be made free.
 
 Frames that lack are made free out of the tails of victims that policy names, and out of KV that batches hold beyond
-need. The frames that a demand waits for are its claim in this pass: nothing after it may take them. A demand that only
-busy models could make room for waits without a claim until it is due, and with one from then on; those who must go
-take no more work, and are suspended if they take long.
+need. The frames that a demand waits for are its claim in this pass: nothing after it may take them, nor the pages that
+its model holds, or those who are overdue would take each other's without end. A demand that only busy models could make
+room for waits without a claim until it is due, and with one from then on; those who must go take no more work, and are
+suspended if they take long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MOST_KNOWN: Final = 16
 class Frames:
     """What it remembers is of the present pass only."""
 
-    __slots__ = ("_claims", "_group", "_state", "are_coming", "are_spoken_for", "held_back")
+    __slots__ = ("_claimants", "_claims", "_group", "_state", "are_coming", "are_spoken_for", "held_back")
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -46,6 +47,7 @@ class Frames:
     def begin(self, group: Group) -> None:
         self._group = group
         self._claims: list[int] | None = None  # frames on each rank that those considered before wait for
+        self._claimants: list[str] = []  # models that wait for these
         self.held_back: frozenset[str] = frozenset()  # models that take no more work
         self.are_coming = False  # somebody waits for frames that are on their way
         self.are_spoken_for = False  # none is left for whose pages are not here, whatever it takes
@@ -80,7 +82,8 @@ class Frames:
             return [there + coming for there in free] if coming else free
         return [there + coming - self._claims[rank] for rank, there in enumerate(free)]
 
-    def _claim(self, lacking: Sequence[int]) -> None:
+    def _claim(self, model: str, lacking: Sequence[int]) -> None:
+        self._claimants.append(model)
         before = self._claims if self._claims is not None else [0] * self._group.ranks
         self._claims = [before[rank] + need for rank, need in enumerate(lacking)]
 
@@ -102,14 +105,14 @@ class Frames:
             for name, keep in tails:
                 self._take(want, self._group.placements[name], keep)
             self._take_back(surplus, short)
-            self._claim(lacking)
+            self._claim(want.model, lacking)
             if not want.is_in:
                 self.are_coming = True
                 self._group.turn_to(want.model)
             return
         if now >= want.due:
             self._clear(want, memory, holders)
-            self._claim(lacking)
+            self._claim(want.model, lacking)
             # What it waits for is more than there is, and what it holds already is not taken by those behind it.
             self.are_spoken_for = self.are_spoken_for or not want.is_in
         else:
@@ -185,7 +188,7 @@ class Frames:
         return [
             self.holder(placement)
             for name, placement in self._group.placements.items()
-            if name != besides and placement.can_page_out(now) and name not in pinned
+            if name != besides and placement.can_page_out(now) and name not in pinned and name not in self._claimants
         ]
 
     def _soon_idle(self, besides: str) -> tuple[list[Holder], float]:

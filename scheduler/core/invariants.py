@@ -98,6 +98,7 @@ def _check_wants(state: State) -> None:
             if model.page_seconds is None or model.run_seconds is None:
                 continue  # what others take is its first guess, and it keeps to that
             assert seen is not None, f"{name} on {group.name} is not wanted any more"
+            assert demand.again_at <= demand.rank.until, f"time changes the rank of {name} on {group.name} unnoticed"
             before, now = _fields(demand.want), _fields(seen)
             assert before == now, f"{name} on {group.name} has changed unnoticed: {before}, {now}"
         known = [demand for _, demand in wanted.settled() if not demand.want.is_in]

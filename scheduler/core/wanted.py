@@ -97,6 +97,8 @@ class Wanted:
         else:
             self.ahead -= demand.load
             demand.want, demand.rank = want, rank
+        if rank.until < demand.again_at:
+            self._look_again(demand)
         if want.is_in:
             demand.load = 0
             self.inside[name] = demand
@@ -111,8 +113,6 @@ class Wanted:
         self.untold[name] = demand
         if shares:
             self.sharing[name] = None
-        if rank.until < demand.again_at:
-            self._look_again(demand)
 
     def pop(self, name: str, now: float) -> None:
         """It is not wanted any more."""

@@ -36,6 +36,13 @@ NO_CHANGE = Mutant("nothing is changed", "scheduler.core.kv", "self.granted = fr
 
 MUTANTS = [
     Mutant(
+        "what time changes of the rank of what is in is not looked at",
+        "scheduler.core.wanted",
+        "        if rank.until < demand.again_at:\n            self._look_again(demand)\n        if want.is_in:",
+        "        if rank.until < demand.again_at and not want.is_in:\n            self._look_again(demand)\n"
+        "        if want.is_in:",
+    ),
+    Mutant(
         "frames are free as soon as a page-out is asked for",
         "scheduler.core.state",
         "        self.actions.append(PageOut(",

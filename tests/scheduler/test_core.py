@@ -338,6 +338,25 @@ def test_what_is_overdue_is_not_overtaken_by_what_would_take_its_memory() -> Non
     assert act.Serve("b", "g") in desk.finish("a")
 
 
+def test_who_waits_for_kv_past_its_bound_is_not_overtaken_by_who_passes_it_later() -> None:
+    """Both are in. Nothing happens to B while it waits: time alone brings it before the others. Nor does A, which is
+    overdue, too, take a page of B's for the frame that it lacks.
+    """
+    desk = Desk(g=7)
+    desk.add("A", (1, 2))
+    desk.add("B", (3, 4))
+    desk.answer(desk.arrive("b0", "B"))
+    desk.finish("b0")
+    desk.answer(desk.arrive("a0", "A"))
+    desk.arrive("b", "B", kv=3)
+    desk.at(5.0)
+    assert not only(desk.arrive("a1", "A"), act.Serve), "A takes no more work"
+    desk.at(10.5)
+    said = desk.finish("a0")
+    assert not only(said, act.PageOut)
+    assert only(said, act.Serve) == [act.Serve("b", "g")]
+
+
 def test_a_pin_that_leaves_too_little_fails_at_once_what_can_no_longer_be_served() -> None:
     desk = Desk(g=5)
     desk.add("A", (1, 2))

@@ -22,6 +22,11 @@ from scheduler.core.core import SchedulerCore
 from scheduler.journal import FORMAT, NOTE, checksum
 from swapper.errors import GswapdError
 
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, AttributeError, ImportError, EOFError, zlib.error, pickle.UnpicklingError
+)  # fmt: skip
+"""What a file raises that is no journal, or one of another version."""
+
 _KINDS = {kind.__name__: kind for kind in events.Event.__subclasses__()}
 
 
@@ -88,7 +93,7 @@ def _core(path: Path, line: str) -> SchedulerCore:
         if header["snapshot"] is None:
             return SchedulerCore(CoreConfig(**header["config"]))
         return snapshot.load(base64.b64decode(header["snapshot"]))
-    except (ValueError, TypeError, KeyError, AttributeError, zlib.error, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         raise JournalError(f"{path} is no journal of this version of gswapd: {error}.") from error
 
 

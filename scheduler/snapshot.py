@@ -63,9 +63,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _bound_method
-        if not module.startswith(_OURS) and name not in _PLAIN.get(module, ()):
+        is_ours = module.startswith(_OURS)
+        if "." in name or not (is_ours or name in _PLAIN.get(module, ())):  # past a dot, attributes lead anywhere
             raise pickle.UnpicklingError(f"a snapshot holds no {module}.{name}")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if is_ours and not (isinstance(found, type) and found.__module__ == module):
+            raise pickle.UnpicklingError(f"a snapshot holds classes, and {module}.{name} is none")
+        return found
 
 
 def _bound_method(owner: object, name: str) -> Any:

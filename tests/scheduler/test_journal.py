@@ -131,6 +131,24 @@ def test_a_snapshot_runs_no_code_but_the_schedulers_own(tmp_path: Path) -> None:
         decisions(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("SchedulerCore.step.__globals__.get", "holds no"),
+        ("admission", "holds classes"),
+        ("Gone", "this version"),
+    ],
+)
+def test_a_snapshot_leads_to_nothing_by_way_of_the_schedulers_own(tmp_path: Path, name: str, match: str) -> None:
+    parts = ("scheduler.core.core", name)
+    words = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in parts)  # SHORT_BINUNICODE
+    snapshot = base64.b64encode(zlib.compress(b"\x80\x04" + words + b"\x93.")).decode()  # STACK_GLOBAL
+    path = tmp_path / "journal"
+    path.write_text(json.dumps({"format": 1, "config": {}, "snapshot": snapshot}) + "\n")
+    with pytest.raises(JournalError, match=match):
+        decisions(path)
+
+
 def test_a_journal_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -222,7 +222,7 @@ class Engine:
             for name, runner in self._models.items():
                 if runner.broken is not None:
                     raise WorkerError(f"The batch loop of model {name} broke down: {runner.broken!r}")
-        return self._turn.held
+            return self._turn.held or any(runner.waits_for_gpu for runner in self._models.values())
 
     @property
     def traffic(self) -> Traffic | None:

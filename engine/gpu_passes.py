@@ -139,9 +139,10 @@ class GpuPasses:
             if self._traffic is not None:
                 self._traffic.add(self._moved[bucket])
             return graph.replay()
-        inputs = self._decodes.tensors(bucket)
         before = None if self._traffic is None else self._traffic.copy()
-        logits = self._eager(inputs, cache, gate)
+        # A copy of the row: between two layers others may launch decodes of theirs.
+        logits = self._eager(self._decodes.tensors(bucket, in_copy=True), cache, gate)
+        inputs = self._decodes.tensors(bucket)
         self._graphs.ask(key, self._name, lambda: self._eager(inputs, cache, _open))
         if self._traffic is not None and before is not None:
             self._moved[bucket] = self._traffic.since(before)

@@ -159,6 +159,7 @@ class ModelRunner:
         self._compute_threads = compute_threads
         self._recorder = recorder
         self.steps = 0  # forward passes done; written by the model's thread only, like the next
+        self.waits_for_gpu = False  # for the end of what it has launched, without the turn
         self._began = 0.0  # when the pass under way did, or the one before it ended
         self._at_gate: float | None = None  # when it passed the last layer's
         self._paging = 0.0  # seconds that the pass under way has waited for pages
@@ -319,11 +320,15 @@ class ModelRunner:
                 else:
                     self._complete(launched)
         finally:
-            if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
-                self._stream.synchronize()
-            with self._changed:
-                self._in_pass = False
-                self._changed.notify_all()
+            try:
+                if self._stream is not None:  # a pass that has returned has nothing pending on its GPU
+                    self.waits_for_gpu = True
+                    self._stream.synchronize()
+            finally:
+                self.waits_for_gpu = False
+                with self._changed:
+                    self._in_pass = False
+                    self._changed.notify_all()
 
     def _launch(self, step: Planned, tokens: torch.Tensor | None = None) -> _Launched:
         self._is_urgent = step.is_awaited
@@ -361,10 +366,12 @@ class ModelRunner:
         """Wait for tokens. On a GPU, others launch their passes meanwhile, behind what is under way."""
         if not self.runs_ahead:
             return choice.take()
+        self.waits_for_gpu = True
         self._turn.release()
         try:
             return choice.take()
         finally:
+            self.waits_for_gpu = False
             began = time.perf_counter()
             self._turn.acquire()
             self._giving_way += time.perf_counter() - began

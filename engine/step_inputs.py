@@ -107,8 +107,9 @@ class DecodeStaging:
         self._layout = (0, 0)
         self._tables: list[tuple[int, ...]] = []
 
-    def tensors(self, bucket: int) -> StepTensors:
-        return StepTensors.over(self._row, bucket, bucket, bucket, 0, 0)
+    def tensors(self, bucket: int, in_copy: bool = False) -> StepTensors:
+        """What was copied last, padded to `bucket`: in the row, or as it is now."""
+        return StepTensors.over(self._row.clone() if in_copy else self._row, bucket, bucket, bucket, 0, 0)
 
     def copy(self, batch: StepBatch, bucket: int, known: torch.Tensor | None = None) -> None:
         """Copy a batch of decodes, padded to `bucket`. `known` as in `Staging.copy`."""

@@ -7,6 +7,7 @@ its stream.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from functools import cache
 
@@ -18,6 +19,8 @@ Numbers = npt.NDArray[np.int64]
 
 _BLOCK = 1024
 """Numbers that one program of the kernel fetches."""
+
+_lock = threading.Lock()  # guards what is under way
 
 
 class Pinned:
@@ -54,15 +57,16 @@ def upload(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
     fetched.record()
     under_way = _under_way(device)
-    while under_way and under_way[0][0].query():  # type: ignore[no-untyped-call]
-        under_way.popleft()
-    under_way.append((fetched, pinned))
+    with _lock:
+        while under_way and under_way[0][0].query():  # type: ignore[no-untyped-call]
+            under_way.popleft()
+        under_way.append((fetched, pinned))
     return target
 
 
 @cache
 def _under_way(device: torch.device) -> deque[tuple[torch.cuda.Event, torch.Tensor]]:
-    """Memory that kernels may still read, of as many passes as are launched ahead. Whoever has the turn uploads."""
+    """Memory that kernels may still read: of rehearsals, and of as many passes as are launched ahead."""
     return deque()
 
 

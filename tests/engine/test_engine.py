@@ -242,6 +242,7 @@ def test_others_launch_while_a_pass_under_way_is_waited_for(
     def take_once_the_other_has_launched(choice: Choice) -> list[Any]:
         waited.set()
         assert launched.wait(TIMEOUT)
+        assert engine.busy, "a GPU that hangs is to be noticed"
         return take(choice)
 
     monkeypatch.setattr(Choice, "take", take_once_the_other_has_launched)

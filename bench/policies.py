@@ -60,6 +60,10 @@ WAIT_BOUND = 5.0
 FIGURES = ("mean", "p99", "bytes")
 FORESEEN = "foreseen"
 BASELINES = {"a": ComputronCore, "plain": PlainLruCore}
+BASES = (*BASELINES, "lru")  # what ours is held against
+
+Results = dict["Setting", dict[str, dict[str, float]]]
+"""Of each setting and who ran it: figures."""
 
 
 @dataclass(frozen=True)
@@ -170,36 +174,34 @@ def starvation(policy: str) -> float:
     return longest
 
 
-def table(results: dict[Setting, dict[str, dict[str, float]]], ours: str) -> Iterator[str]:
-    bases = ("a", "plain", "lru")
+def table(results: Results, ours: str) -> Iterator[str]:
     yield (
         f"{'mean, and ours against each':<32}"
-        + "".join(f"{who:>8}" for who in (*bases, "ours"))
-        + "".join(f"{f'{name}/{base}':>12}" for base in bases for name in FIGURES)
+        + "".join(f"{who:>8}" for who in (*BASES, "ours"))
+        + "".join(f"{f'{name}/{base}':>12}" for base in BASES for name in FIGURES)
     )
     for setting, figures in results.items():
-        means = "".join(f"{figures[who]['mean']:8.3f}" for who in (*bases, ours))
-        ratios = [figures[ours][name] / figures[base][name] for base in bases for name in FIGURES]
+        means = "".join(f"{figures[who]['mean']:8.3f}" for who in (*BASES, ours))
+        ratios = [figures[ours][name] / figures[base][name] for base in BASES for name in FIGURES]
         yield f"{setting!s:<32}{means}" + "".join(f"{ratio:12.2f}" for ratio in ratios)
 
 
-def limit(results: dict[Setting, dict[str, dict[str, float]]]) -> str:
+def ratios_of(
+    results: Results, who: str, name: str, base: str, where: Callable[[Setting], bool] = lambda _: True
+) -> list[float]:
+    """A figure of somebody's against a baseline's, setting by setting."""
+    return [figures[who][name] / figures[base][name] for setting, figures in results.items() if where(setting)]
+
+
+def limit(results: Results) -> Iterator[str]:
     """What foresight would make of it, against each baseline."""
-    rows = list(results.values())
-    ratios = {
-        base: [geometric_mean(figures[FORESEEN][name] / figures[base][name] for figures in rows) for name in FIGURES]
-        for base in ("a", "plain", "lru")
-    }
-    return "\n".join(
-        f"told when requests will come, ours against {base}: " + ", ".join(f"{ratio:.3f}" for ratio in its)
-        for base, its in ratios.items()
-    )
+    for base in BASES:
+        ratios = (geometric_mean(ratios_of(results, FORESEEN, name, base)) for name in FIGURES)
+        yield f"told when requests will come, ours against {base}: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
-def bars(results: dict[Setting, dict[str, dict[str, float]]], ours: str) -> list[Bar]:
-    def ratios(name: str, base: str, where: Callable[[Setting], bool] = lambda _: True) -> list[float]:
-        return [f[ours][name] / f[base][name] for setting, f in results.items() if where(setting)]
-
+def bars(results: Results, ours: str) -> list[Bar]:
+    ratios = partial(ratios_of, results, ours)
     smooth = partial(ratios, where=lambda setting: setting.cv == 0.25)
     return [
         Bar("mean against (a), geometric mean", geometric_mean(ratios("mean", "a")), 0.44, "ratio"),
@@ -236,12 +238,12 @@ def main() -> int:
                 paper = PAPER[setting.rates][CVS.index(setting.cv)]
                 print(f"{setting!s:<32}{fmean(means[index : index + options.seeds]):8.3f}  paper {paper:.3f}")
             return 0
-        runs = list(pool.map(partial(compare, options.seconds, ("a", "plain", "lru", FORESEEN, options.policy)), jobs))
+        runs = list(pool.map(partial(compare, options.seconds, (*BASES, FORESEEN, options.policy)), jobs))
     results = {
         jobs[index][0]: averaged(runs[index : index + options.seeds]) for index in range(0, len(jobs), options.seeds)
     }
     print("\n".join(table(results, options.policy)))
-    print(limit(results))
+    print("\n".join(limit(results)))
     figures = {str(setting): averages for setting, averages in results.items()}
     if (options.seeds, options.seconds, options.policy, options.only) != (10, 300.0, "gswapd", ""):
         for bar in bars(results, options.policy):  # a look, not a result

@@ -108,7 +108,7 @@ class DecodeStaging:
         self._tables: list[tuple[int, ...]] = []
 
     def tensors(self, bucket: int, in_copy: bool = False) -> StepTensors:
-        """What was copied last, padded to `bucket`: in the row, or as it is now."""
+        """What was copied last, padded to `bucket`: in the row, or in a copy that other models' decodes leave alone."""
         return StepTensors.over(self._row.clone() if in_copy else self._row, bucket, bucket, bucket, 0, 0)
 
     def copy(self, batch: StepBatch, bucket: int, known: torch.Tensor | None = None) -> None:
